@@ -1,0 +1,1 @@
+"""The composition root: the chat server. The only package that knows both `sessions` and `kvstore`."""

@@ -1,0 +1,1 @@
+"""The engine port, its typed channel, and the engines behind it."""

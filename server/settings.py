@@ -1,0 +1,152 @@
+"""All settings: one frozen typed tree, from TOML and the environment, parsed once. Unknown keys are refused.
+
+Order, later wins: defaults here, the TOML file (`--config`), `REKINDLE_...` variables (`REKINDLE_SERVER__PORT=9000`),
+options of the command line.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+Bytes = int
+Tokens = int
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerSettings(Part):
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65535)
+    """0 takes a free one and prints it."""
+    allowed_origins: tuple[str, ...] = ()
+    """Besides the server's own. Scheme, host and port are compared whole."""
+    frame_bytes: Bytes = Field(16 << 20, ge=1024)
+    heartbeat_s: float = Field(20, gt=0)
+    grace_s: float = Field(10, ge=0)
+    """How long a turn outlives its last watching socket."""
+    replay_events: int = Field(4096, ge=1)
+    """Events kept per session for a lossless resume."""
+    outbox_events: int = Field(1024, ge=1)
+    """Events buffered for one socket; a reader that stays behind is detached and resumes by seq."""
+
+
+class ModelSettings(Part):
+    path: str = "demo"
+    """A folder or a hub name; `demo` is the bundled model."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    revision: str | None = None
+
+
+class EngineSettings(Part):
+    kind: Literal["sglang", "scripted"] = "sglang"
+    device: Literal["cpu", "cuda"] = "cpu"
+    context_tokens: Tokens = Field(8192, ge=64)
+    device_tokens: Tokens | None = Field(16384, ge=64)
+    """Size of the device pool; None lets the engine take what its memory fraction gives."""
+    page_tokens: Tokens = Field(16, ge=1)
+    max_running_turns: int = Field(4, ge=1)
+    start_timeout_s: float = Field(600, gt=0)
+    extra_args: dict[str, Any] = {}
+    """Further SGLang server arguments, by their names there."""
+
+
+class OffloadSettings(Part):
+    """The LMCache daemon: host and storage tiers."""
+
+    enabled: bool = True
+    chunk_tokens: Tokens = Field(16, ge=1)
+    """LMCache's unit, a multiple of the page. What is beyond the last whole chunk is recomputed after a spill."""
+    host_gb: float = Field(1.0, gt=0)
+    storage_gb: float = Field(8.0, gt=0)
+    timeout_s: float = Field(3.0, gt=0)
+    """The longest that one call to the daemon may take before it counts as gone."""
+
+
+class IdleSettings(Part):
+    """A session without a running turn is spilled after these times since its last token; None: never."""
+
+    to_host_s: float | None = Field(120, gt=0)
+    to_storage_s: float | None = Field(900, gt=0)
+    check_s: float = Field(1.0, gt=0)
+
+
+class PressureSettings(Part):
+    """Share of the device pool in use at which idle sessions are spilled, and down to which."""
+
+    high: float = Field(0.90, gt=0, le=1)
+    low: float = Field(0.75, gt=0, le=1)
+
+
+class LimitSettings(Part):
+    """Server-wide defaults; a session may ask for less, an admin may set anything. None: no ceiling."""
+
+    max_turns: int | None = Field(200, ge=1)
+    tokens_per_session: Tokens | None = Field(None, ge=1)
+    tokens_per_turn: Tokens | None = Field(None, ge=1)
+    images_per_message: int | None = Field(8, ge=0)
+    device_bytes: Bytes | None = Field(None, ge=1)
+    host_bytes: Bytes | None = Field(None, ge=1)
+    storage_bytes: Bytes | None = Field(None, ge=1)
+    default_output_tokens: Tokens = Field(256, ge=1)
+    """Where a turn does not say max_output_tokens."""
+
+
+class ImageSettings(Part):
+    max_bytes: Bytes = Field(12 << 20, ge=1)
+    max_pixels: int = Field(50_000_000, ge=1)
+    workers: int = Field(2, ge=1)
+
+
+class LogSettings(Part):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "json"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="REKINDLE_", env_nested_delimiter="__")
+
+    data: Path = Path("data")
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    offload: OffloadSettings = OffloadSettings()
+    idle: IdleSettings = IdleSettings()
+    pressure: PressureSettings = PressureSettings()
+    limits: LimitSettings = LimitSettings()
+    images: ImageSettings = ImageSettings()
+    log: LogSettings = LogSettings()
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+                                   env_settings: PydanticBaseSettingsSource, **_: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (env_settings, init_settings)
+
+
+def load(config: Path | None = None, **overrides: Any) -> Settings:
+    """Read the TOML file, lay environment and overrides over it. Raises ValueError (pydantic's, naming the key) or OSError.
+
+    `overrides` are nested dicts of the command line and win over everything.
+    """
+    tree: dict[str, Any] = tomllib.loads(config.read_text()) if config else {}
+    settings = Settings(**tree)
+    if overrides:
+        settings = Settings.model_validate(_merge(settings.model_dump(), overrides))
+    return settings
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def environment() -> dict[str, str]:
+    """The environment that child processes get: ours, without secrets of ours."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("REKINDLE_SECRET")}
