@@ -301,7 +301,7 @@ SESSION_EVENTS: dict[str, str] = {
     "session.closed": "",
     "response.created": "response: Response (in_progress), input: the message's parts as in Item.input",
     "response.progress": "response_id, stage (queued | restoring | prefilling)",
-    "response.output_text.delta": "response_id, delta",
+    "response.output_text.delta": "response_id, delta, from_seq (where adjacent deltas were laid together: they are from_seq..seq)",
     "response.completed": "response: Response",
     "response.incomplete": "response: Response",
     "response.failed": "response: Response, error: ErrorObject",
@@ -314,12 +314,13 @@ incomplete_reason "cancelled"."""
 CONNECTION_EVENTS: dict[str, str] = {
     "connection.ready": "limits {frame_bytes, ...SessionLimits, image_bytes, image_pixels}, heartbeat_s, engine {state, model}",
     "connection.authenticated": "tenant, role",
-    "session.resumed": "session_id, epoch, outcome (lossless | recovered | snapshot), from_seq, seq, reason, session, items (unless lossless)",
+    "session.resumed": "session_id, epoch, outcome (lossless | recovered | snapshot), from_seq, seq, reason, session, items, response (unless lossless; response: the running one with its text so far, or null)",
     "engine.state": "engine (starting | ready | restarting | failed), daemon (the same), detail",
     "error": "error: ErrorObject",
     "pong": "",
 }
-"""Events of one connection only: no seq, not replayed. An error about a session carries its session_id."""
+"""Events of one connection only: no seq, not replayed. An error about a session carries its session_id. A response.create
+whose idempotency key was used is answered by response.created, .completed or .incomplete without a seq."""
 
 
 # ---- close codes -----------------------------------------------------------------------------------------------
