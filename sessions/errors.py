@@ -6,8 +6,12 @@ SessionError
 ├── IllegalEvent         a lifecycle table has no such transition; nothing was changed
 ├── TurnInFlight         the branch already runs a turn
 ├── LimitExceeded        a limit would be passed; carries its name, its value and what was asked
+├── InvalidLimit         a ceiling below the least that means anything
 ├── Duplicate            the idempotency key was used; carries the turn it belongs to
-└── Conflict             the stored state is not what the writer expected (another writer was first)
+├── Conflict             the stored state is not what the writer expected (another writer was first)
+├── BrokenTree           turns that contradict each other: a missing parent, a wrong index, an image outside its turn
+├── SchemaTooNew         the database was written by a later release; it was not touched
+└── StoreUnavailable     the database did not answer (locked, disk full); nothing was written
 """
 
 
@@ -43,6 +47,14 @@ class LimitExceeded(SessionError):
     code = "limit_exceeded"
 
 
+class InvalidLimit(SessionError):
+    def __init__(self, name: str, value: int, least: int) -> None:
+        super().__init__(f"{name} is {value}, the least is {least}")
+        self.name, self.value, self.least = name, value, least
+
+    code = "invalid_limit"
+
+
 class Duplicate(SessionError):
     def __init__(self, turn_id: str) -> None:
         super().__init__(f"the idempotency key belongs to {turn_id}")
@@ -53,4 +65,17 @@ class Duplicate(SessionError):
 
 class Conflict(SessionError):
     code = "conflict"
+    retryable = True
+
+
+class BrokenTree(SessionError):
+    code = "broken_tree"
+
+
+class SchemaTooNew(SessionError):
+    code = "schema_too_new"
+
+
+class StoreUnavailable(SessionError):
+    code = "store_unavailable"
     retryable = True

@@ -1,0 +1,64 @@
+"""The store in one SQLite file, for one server (other processes may read it, and write it briefly)."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from .sql import SqlStore
+
+BUSY_TIMEOUT_S = 10.0
+"""How long a transaction waits for another process's before it ends in StoreUnavailable."""
+
+# WAL: readers never wait for the writer. A process that is killed loses nothing that it had handed to the system, whatever
+# `synchronous` says; a machine that loses power does: in WAL mode NORMAL syncs at checkpoints only, so the last commits may
+# be gone (the file stays sound). An acknowledged turn must outlive that too, so FULL: one sync a commit, which next to the
+# seconds that a turn takes is nothing. foreign_keys is off in SQLite unless each connection asks.
+_PRAGMAS = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL", "PRAGMA foreign_keys=ON")
+
+
+def sqlite_engine(path: Path) -> AsyncEngine:
+    """Connections to the file, with transactions that begin when they say so."""
+    # Without isolation_level=None the driver begins transactions by itself, late: one that reads first and writes then can
+    # find that another writer was in between, and fails at once instead of waiting.
+    engine = create_async_engine(sa.URL.create("sqlite+aiosqlite", database=str(path)),
+                                 connect_args={"isolation_level": None, "timeout": BUSY_TIMEOUT_S}, pool_size=4)
+
+    @sa.event.listens_for(engine.sync_engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        cursor = connection.cursor()
+        for pragma in _PRAGMAS:
+            cursor.execute(pragma)
+        cursor.close()
+
+    @sa.event.listens_for(engine.sync_engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        read_only = connection.get_execution_options().get("read_only", False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+class SqliteStore(SqlStore):
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(sqlite_engine(path), clock=clock)
+        self.path = path
+        self._writer = asyncio.Lock()
+
+    async def open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Conversations are private: SQLite gives the files beside it (-wal, -shm) this one's permissions.
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        await super().open()
+
+    @asynccontextmanager
+    async def _write(self) -> AsyncIterator[AsyncConnection]:
+        # SQLite has one writer at a time and waits by polling; within the process a queue is fairer and quicker.
+        async with self._writer, super()._write() as connection:
+            yield connection
