@@ -43,6 +43,8 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[ImageRef, ...] = ()
     salt: str = ""
     """Derived from the tenant by the server. Other salt: no sharing."""
+    private_from: int = 0
+    """Index of the first token that belongs to this session alone (what is before it is a common system prompt)."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

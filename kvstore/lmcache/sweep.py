@@ -1,0 +1,71 @@
+"""What LMCache leaves behind: shared memory of dead processes, and a storage folder that nothing bounds."""
+
+import os
+import re
+from pathlib import Path
+
+_POOL_SEGMENT = re.compile(r"lmcache_kv_(\d+)_\d+$")
+
+
+def sweep_shm(folder: Path = Path("/dev/shm")) -> int:
+    """Remove the KV pool segments of engines that are gone; returns the bytes freed.
+
+    A CPU engine's pools are shared with the daemon through /dev/shm/lmcache_kv_<pid>_<n>; a killed engine leaves them.
+    """
+    freed = 0
+    for path in folder.glob("lmcache_kv_*"):
+        match = _POOL_SEGMENT.match(path.name)
+        if match is None or Path(f"/proc/{match[1]}").exists():
+            continue
+        try:
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
+        except FileNotFoundError:
+            continue                                 # somebody else swept it first
+    return freed
+
+
+def storage_bytes(folder: Path) -> int:
+    """Bytes of chunk files below the storage tier's folder."""
+    return sum(size for _, size, _ in _chunks(folder))
+
+
+def sweep_storage(folder: Path, cap_bytes: int) -> tuple[int, int]:
+    """Delete the least recently written chunk files above the cap, and half-written ones of a dead daemon.
+
+    Returns (bytes kept, bytes deleted). A chunk that goes while it is being read counts as a miss there.
+    """
+    chunks = sorted(_chunks(folder))
+    total = sum(size for _, size, _ in chunks)
+    deleted = 0
+    for _, size, path in chunks:
+        if total - deleted <= cap_bytes:
+            break
+        path.unlink(missing_ok=True)
+        deleted += size
+    return total - deleted, deleted
+
+
+def sweep_unfinished(folder: Path) -> int:
+    """Delete what a daemon was writing when it died. Only while no daemon runs. Returns the number of files."""
+    files = list((folder / "tmp").glob("*")) if (folder / "tmp").is_dir() else []
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+def _chunks(folder: Path) -> list[tuple[float, int, Path]]:
+    """(written at, bytes, path) of every chunk file."""
+    out: list[tuple[float, int, Path]] = []
+    if not folder.is_dir():
+        return out
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".data"):
+                try:
+                    stat = entry.stat()
+                except FileNotFoundError:
+                    continue                         # deleted while we look
+                out.append((stat.st_mtime, stat.st_size, Path(entry.path)))
+    return out

@@ -1,0 +1,348 @@
+"""The real SGLang, token in and token out, with sessions in its radix cache. Lives in a worker process of ours only:
+a dead scheduler takes its host process with it."""
+
+import asyncio
+import logging
+import time
+import uuid
+from array import array
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvstore.receipt import KvVerb, Outcome, Receipt
+from kvstore.sglang import compat
+from kvstore.sglang.config import PluginConfig, publish
+from kvstore.sglang.images import ImageRecord, ImageRecords, VisionFiles, padded
+
+from .base import EngineStartError, Listener
+from .channel import (
+    Cached,
+    Content,
+    Delta,
+    Demote,
+    Drop,
+    Failed,
+    Finished,
+    Generate,
+    HealthReport,
+    Ledger,
+    Pin,
+    Prefetch,
+    Pressure,
+    Progress,
+    Ready,
+    Report,
+    Restore,
+    SessionPages,
+    Spill,
+    Timings,
+    TurnEvent,
+    Usage,
+    Verb,
+)
+from .config import EngineConfig
+from .digests import content_digest
+
+log = logging.getLogger("rekindle.engine")
+WATCH_S = 0.25
+VERBS = {Spill: KvVerb.SPILL, Restore: KvVerb.RESTORE, Prefetch: KvVerb.PREFETCH, Demote: KvVerb.DEMOTE, Drop: KvVerb.DROP, Pin: KvVerb.PIN}
+
+
+class SGLangEngine:
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._vision = VisionFiles(Path(config.vision_folder))
+        self._pool = ThreadPoolExecutor(2, "image-prepare")
+        self._running: dict[str, str] = {}
+        """turn id -> session id"""
+        self._aborted: set[str] = set()
+        self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._token_bytes = 0
+        self._engine: Any = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    # ---- life --------------------------------------------------------------------------------------------------
+    async def start(self, listen: Listener) -> Ready:
+        config = self._config
+        try:
+            compat.check_versions()
+        except compat.Incompatible as error:
+            raise EngineStartError(str(error)) from error
+        publish(PluginConfig(fingerprint=config.fingerprint, vision_folder=config.vision_folder,
+                             offload_url=config.offload_url, chunk_tokens=config.chunk_tokens, timeout_s=config.offload_timeout_s))
+        listen(Progress(stage="engine", detail=f"loading SGLang with {config.model_path}"))
+        import sglang
+
+        from kvstore.sglang import plugin
+
+        try:
+            # Blocks for as long as the model loads; signal handlers need the main thread, so there is no other place.
+            self._engine = sglang.Engine(**self._arguments())
+        except Exception as error:
+            raise EngineStartError(f"SGLang did not start: {error!r}") from error
+        self._manager = self._engine.tokenizer_manager
+        listen(Progress(stage="engine", detail="proving that every hook applied"))
+        hooks = await self._prove(plugin)
+        info = self._engine._scheduler_init_result.scheduler_infos[0]
+        self._token_bytes = self._kv_token_bytes()
+        await self._warm_up()
+        self._listen = listen
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        capabilities = ("spill", "restore", "prefetch", "demote", "drop", "pin") if config.offload_url else ("drop", "pin")
+        return Ready(engine="sglang", model=config.model_path, fingerprint=config.fingerprint, page_tokens=config.page_tokens,
+                     token_bytes=self._token_bytes, device_tokens=info["max_total_num_tokens"], context_tokens=self._manager.context_len,
+                     capabilities=capabilities + (("images",) if self._manager.mm_processor is not None else ()), hooks=hooks)
+
+    def _arguments(self) -> dict[str, Any]:
+        config = self._config
+        arguments: dict[str, Any] = {
+            "model_path": config.model_path, "device": config.device, "dtype": config.dtype, "log_level": config.log_level,
+            "context_length": config.context_tokens, "page_size": config.page_tokens, "max_total_tokens": config.device_tokens,
+            "max_running_requests": config.max_running_turns, "radix_cache_backend": "rekindle", "enable_cache_report": True,
+            "skip_tokenizer_init": True, "sleep_on_idle": True, "random_seed": 0,
+        }
+        if config.device == "cpu":
+            arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True, "disable_overlap_schedule": True}
+        return arguments | config.extra_args
+
+    async def _prove(self, plugin: Any) -> dict[str, str]:
+        """Every hook in both processes, or EngineStartError."""
+        front = compat.applied(plugin.targets("front"))
+        try:
+            hooks = compat.prove("front", front)
+            channel = getattr(self._manager, "rekindle", None)
+            if channel is None:
+                raise compat.Incompatible("the command channel was not installed in the front process")
+            answer = await asyncio.wait_for(channel.call("probe"), 30)
+            hooks |= compat.prove("scheduler", answer["applied"])
+            if answer["cache"] != "SessionRadixCache" or answer["polls"] < 1:
+                raise compat.Incompatible(f"the scheduler runs {answer['cache']} with {answer['polls']} polls")
+        except TimeoutError as error:
+            raise EngineStartError("the scheduler does not answer the command channel") from error
+        except compat.Incompatible as error:
+            raise EngineStartError(str(error)) from error
+        return hooks
+
+    def _kv_token_bytes(self) -> int:
+        import torch
+
+        model, args = self._manager.model_config, self._engine.server_args
+        name = args.kv_cache_dtype
+        dtype = model.dtype if name == "auto" else torch.uint8 if name.startswith("fp8") else getattr(torch, name)
+        heads = model.get_num_kv_heads(args.tp_size) * args.tp_size
+        return 2 * model.num_hidden_layers * heads * model.head_dim * dtype.itemsize
+
+    async def _warm_up(self) -> None:
+        """The first step compiles and allocates; not at the expense of the first user."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(input_ids=[1, 1], sampling_params={"max_new_tokens": 1, "temperature": 0}, stream=True)
+        async for _ in self._manager.generate_request(request, None):
+            pass
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    # ---- turns -------------------------------------------------------------------------------------------------
+    async def generate(self, turn: Generate) -> AsyncIterator[TurnEvent]:
+        began = time.monotonic()
+        self._running[turn.turn_id] = turn.session_id
+        try:
+            try:
+                await self._prepare(turn.content)
+            except (OSError, ValueError) as error:
+                yield Failed(turn_id=turn.turn_id, code="image_unusable", message=str(error), retryable=False)
+                return
+            restored = await self._restore_for(turn)
+            restore_ms = 1e3 * (time.monotonic() - began)
+            async for event in self._stream(turn, restored, began, restore_ms):
+                yield event
+        finally:
+            if self._running.pop(turn.turn_id, None) is not None and turn.turn_id in self._manager.rid_to_state:
+                self._manager.abort_request(turn.turn_id)    # the iterator was closed early
+            self._aborted.discard(turn.turn_id)
+
+    async def _restore_for(self, turn: Generate) -> Receipt | None:
+        """Bring back what is below; a failure only means that more is computed."""
+        if self._config.offload_url is None:
+            return None
+        verb = Restore(op_id=turn.turn_id, session_id=turn.session_id, generation=turn.generation, contents=(turn.content,))
+        receipt = await self._verb(verb)
+        return receipt if receipt.tokens or receipt.outcome in (Outcome.FAILED, Outcome.PARTIAL) else None
+
+    async def _stream(self, turn: Generate, restored: Receipt | None, began: float, restore_ms: float) -> AsyncIterator[TurnEvent]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        content, sampling, sent, first_s = turn.content, turn.sampling, 0, 0.0
+        parameters = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+                      "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": sampling.ignore_eos}
+        if sampling.seed is not None:
+            parameters["sampling_seed"] = sampling.seed
+        request = GenerateReqInput(
+            input_ids=list(content.token_ids), sampling_params=parameters, stream=True, rid=turn.turn_id,
+            session_id=turn.session_id, extra_key=content.salt or None,
+            image_data=[ImageRecords(_records(content))] if content.images else None)
+        if turn.turn_id in self._aborted:
+            yield self._finished(turn, "abort", {}, 0, restored, began, restore_ms, first_s)
+            return
+        meta: dict[str, Any] = {}
+        try:
+            async for chunk in self._manager.generate_request(request, None):
+                meta, ids = chunk["meta_info"], chunk["output_ids"]
+                if len(ids) > sent:
+                    first_s = first_s or time.monotonic()
+                    yield Delta(turn_id=turn.turn_id, token_ids=list(ids[sent:]))
+                    sent = len(ids)
+        except ValueError as error:
+            code = "images_missing" if "images_missing" in str(error) else "engine_refused"
+            yield Failed(turn_id=turn.turn_id, code=code, message=str(error), retryable=code == "images_missing")
+            return
+        reason = (meta.get("finish_reason") or {})
+        kind = reason.get("type", "abort")
+        if kind == "abort" and turn.turn_id not in self._aborted:
+            yield Failed(turn_id=turn.turn_id, code="engine_refused", message=reason.get("message", "aborted"), retryable=False)
+            return
+        yield self._finished(turn, kind, meta, sent, restored, began, restore_ms, first_s)
+
+    def _finished(self, turn: Generate, reason: str, meta: dict, sent: int, restored: Receipt | None, began: float,
+                  restore_ms: float, first_s: float) -> Finished:
+        cached = int(meta.get("cached_tokens", 0))
+        below = restored.source if restored is not None else {}
+        host, storage = min(below.get("host", 0), cached), min(below.get("storage", 0), cached)
+        usage = Usage(prompt_tokens=len(turn.content.token_ids), completion_tokens=sent,
+                      cached=Cached(device=max(0, cached - host - storage), host=host, storage=storage))
+        now = time.monotonic()
+        ttft = 1e3 * (first_s - began) if first_s else 0.0
+        timings = Timings(restore_ms=restore_ms if restored is not None else 0.0, prefill_ms=max(0.0, ttft - restore_ms),
+                          ttft_ms=ttft, total_ms=1e3 * (now - began))
+        return Finished(turn_id=turn.turn_id, reason=reason, usage=usage, timings=timings, receipt=restored)
+
+    async def abort(self, turn_id: str) -> None:
+        if turn_id in self._running:
+            self._aborted.add(turn_id)
+            self._manager.abort_request(turn_id)
+
+    # ---- images ------------------------------------------------------------------------------------------------
+    async def _prepare(self, content: Content) -> None:
+        """Preprocess images that were never seen. One run for all turns that wait for the same image."""
+        for image in content.images:
+            if self._vision.has(image.digest):
+                continue
+            task = self._preparing.get(image.digest)
+            if task is None:
+                task = asyncio.get_running_loop().create_task(self._preprocess(image))
+                self._preparing[image.digest] = task
+                task.add_done_callback(lambda _, digest=image.digest: self._preparing.pop(digest, None))
+            await asyncio.shield(task)
+
+    async def _preprocess(self, image: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._preprocess_now, image)
+
+    def _preprocess_now(self, image: Any) -> None:
+        """Raises OSError (no such image) or ValueError (the model's processor sees another grid than was priced)."""
+        from PIL import Image
+
+        processor = self._manager.mm_processor._processor.image_processor
+        with Image.open(Path(self._config.image_folder) / f"{image.digest}.png") as picture:
+            out = processor(images=[picture.convert("RGB")], return_tensors="pt")
+        grid = tuple(int(x) for x in out["image_grid_thw"][0])
+        if grid != tuple(image.grid):
+            raise ValueError(f"image {image.digest[:12]} has a grid of {grid}, it was priced as {tuple(image.grid)}")
+        # The encoder casts its input to the model's own type first: storing that loses nothing.
+        self._vision.put(image.digest, out["pixel_values"].to(self._manager.model_config.dtype))
+
+    # ---- pages -------------------------------------------------------------------------------------------------
+    async def run(self, verb: Verb) -> Receipt:
+        if verb.session_id in self._running.values():
+            return self._receipt(verb, outcome=Outcome.REFUSED, reason="a turn is running")
+        return await self._verb(verb)
+
+    async def _verb(self, verb: Verb) -> Receipt:
+        from kvstore.sglang.control import ControlError
+
+        if not verb.contents:
+            return self._receipt(verb, outcome=Outcome.NOTHING, reason="the session has no tokens")
+        began = time.monotonic()
+        kind = VERBS[type(verb)]
+        arguments: dict[str, Any] = {}
+        if isinstance(verb, Spill):
+            arguments["to"] = verb.to
+        elif isinstance(verb, Pin):
+            arguments["until"] = verb.until
+        contents = verb.contents[:1] if isinstance(verb, Restore | Prefetch) else verb.contents
+        name = "restore" if isinstance(verb, Prefetch) else str(kind)
+        try:
+            data = await self._call(name, verb.session_id, contents, **arguments)
+        except ControlError as error:
+            return self._receipt(verb, outcome=Outcome.FAILED, reason=str(error), ms=1e3 * (time.monotonic() - began))
+        tokens, reason = data["tokens"], data.get("reason", "")
+        outcome = Outcome.NOTHING if not tokens and not reason else Outcome.PARTIAL if reason else Outcome.DONE
+        return self._receipt(
+            verb, source=data["source"], target=data["target"], tokens=tokens, pages=tokens // self._config.page_tokens,
+            bytes=tokens * self._token_bytes, shared_kept_tokens=data.get("kept", 0), outcome=outcome, reason=reason,
+            ms=1e3 * (time.monotonic() - began))
+
+    def _receipt(self, verb: Verb, **fields: Any) -> Receipt:
+        digest = content_digest(self._config.fingerprint, verb.contents[0]) if verb.contents else ""
+        return Receipt(id=f"rc_{uuid.uuid4().hex[:16]}", verb=VERBS[type(verb)], session_id=verb.session_id,
+                       generation=verb.generation, digest=digest, **fields)
+
+    async def report(self, request: Report) -> Ledger:
+        data = await self._call("report", request.session_id, request.contents)
+        entries = {sid: SessionPages(session_id=sid, device_tokens=tokens, device_exclusive_tokens=exclusive, locked_tokens=locked)
+                   for sid, (tokens, exclusive, locked) in data["sessions"].items()}
+        if request.session_id is None:
+            return Ledger(epoch=data["epoch"], entries=tuple(entries.values()), op_id=request.op_id)
+        own = entries.get(request.session_id, SessionPages(session_id=request.session_id))
+        if "below" in data:
+            below = data["below"]
+            own = SessionPages(session_id=own.session_id, device_tokens=own.device_tokens, locked_tokens=own.locked_tokens,
+                               device_exclusive_tokens=own.device_exclusive_tokens, host_tokens=below["host"],
+                               storage_tokens=below["storage"], total_tokens=below["total"], reachable_tokens=below["reachable"])
+        return Ledger(epoch=data["epoch"], entries=(own,), op_id=request.op_id)
+
+    async def _call(self, verb: str, owner: str | None, contents: tuple[Content, ...], **arguments: Any) -> dict[str, Any]:
+        from kvstore.sglang.ops import Branch
+
+        branches = [Branch(_padded(c), c.salt, c.private_from) for c in contents]
+        return await self._manager.rekindle.call(verb, owner, branches, **arguments)
+
+    # ---- health ------------------------------------------------------------------------------------------------
+    async def pressure(self) -> tuple[int, Pressure]:
+        """(ledger epoch, gauges in pages)"""
+        data, page = await self._manager.rekindle.call("pressure"), self._config.page_tokens
+        if data["violations"]:
+            log.error("the session cache violates its invariants: %s", "; ".join(data["violations"]))
+        return data["epoch"], Pressure(
+            free_pages=data["free"] // page, used_pages=data["cached"] // page, in_flight_pages=data["in_flight"] // page,
+            total_pages=data["total"] // page, daemon_healthy=data["healthy"], host_bytes=data["host_bytes"])
+
+    async def health(self) -> HealthReport:
+        _, pressure = await self.pressure()
+        return HealthReport(op_id="", running_turns=len(self._running), pressure=pressure)
+
+    async def _watch(self) -> None:
+        """Tell the server of changes: pressure whenever it differs, the ledger whenever its epoch does."""
+        last: tuple[int, Pressure] | None = None
+        while True:
+            now = await self.pressure()
+            if last is None or now[1] != last[1]:
+                self._listen(now[1])
+            if last is None or now[0] != last[0]:
+                self._listen(await self.report(Report(op_id="")))
+            last = now
+            await asyncio.sleep(WATCH_S)
+
+
+def _records(content: Content) -> tuple[ImageRecord, ...]:
+    return tuple(ImageRecord(digest=i.digest, grid=i.grid, tokens=i.tokens, start=i.start) for i in content.images)
+
+
+def _padded(content: Content) -> array:
+    return padded(content.token_ids, _records(content))
