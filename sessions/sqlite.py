@@ -23,12 +23,12 @@ BUSY_TIMEOUT_S = 10.0
 _PRAGMAS = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL", "PRAGMA foreign_keys=ON")
 
 
-def sqlite_engine(path: Path) -> AsyncEngine:
+def sqlite_engine(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> AsyncEngine:
     """Connections to the file, with transactions that begin when they say so."""
     # Without isolation_level=None the driver begins transactions by itself, late: one that reads first and writes then can
     # find that another writer was in between, and fails at once instead of waiting.
     engine = create_async_engine(sa.URL.create("sqlite+aiosqlite", database=str(path)),
-                                 connect_args={"isolation_level": None, "timeout": BUSY_TIMEOUT_S}, pool_size=4)
+                                 connect_args={"isolation_level": None, "timeout": busy_timeout_s}, pool_size=4)
 
     @sa.event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
@@ -46,8 +46,8 @@ def sqlite_engine(path: Path) -> AsyncEngine:
 
 
 class SqliteStore(SqlStore):
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(sqlite_engine(path), clock=clock)
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+        super().__init__(sqlite_engine(path, busy_timeout_s), clock=clock)
         self.path = path
         self._writer = asyncio.Lock()
 
