@@ -91,7 +91,8 @@ class SessionClose:
 
 @dataclass(frozen=True, slots=True)
 class ResponseCreate:
-    """One message and one turn. previous_response_id: answer after that turn (edit, regenerate), not after the last."""
+    """One message and one turn. previous_response_id: answer after that turn (edit, regenerate), not after the last;
+    "root" begins a new branch at the start."""
 
     session_id: str
     input: tuple[InputMessage, ...]
@@ -313,8 +314,8 @@ incomplete_reason "cancelled"."""
 
 CONNECTION_EVENTS: dict[str, str] = {
     "connection.ready": "limits {frame_bytes, ...SessionLimits, image_bytes, image_pixels}, heartbeat_s, engine {state, model}",
-    "connection.authenticated": "tenant, role",
-    "session.resumed": "session_id, epoch, outcome (lossless | recovered | snapshot), from_seq, seq, reason, session, items, response (unless lossless; response: the running one with its text so far, or null)",
+    "connection.authenticated": "tenant, role, token (short-lived bearer for REST, where the login was a ticket)",
+    "session.resumed": "session_id, epoch, outcome (lossless | recovered | snapshot), from_seq, seq, reason, session, items (every turn), in_progress {response, input, output_text} or null (unless lossless)",
     "engine.state": "engine (starting | ready | restarting | failed), daemon (the same), detail",
     "error": "error: ErrorObject",
     "pong": "",

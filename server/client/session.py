@@ -152,13 +152,11 @@ class Session:
                 self.last = {"id": response_id, "status": item["status"], "usage": item.get("usage"), "output": [
                     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": item["output_text"]}]}]}
                 return item["output_text"], True
-        running = snapshot.get("response")
-        return (_text(running), False) if running and running["id"] == response_id else None
+        running = snapshot.get("in_progress")
+        return (running["output_text"], False) if running and running["response"]["id"] == response_id else None
 
     def _finish(self, response: dict[str, Any]) -> str:
         self.last = response
-        if response.get("receipt"):
-            self.receipts.append(response["receipt"])
         return _text(response)
 
     @property
