@@ -81,11 +81,10 @@ class TurnView {
     const text = turn.input.filter((part) => part.type === "input_text").map((part) => part.text).join("\n");
     this.said.replaceChildren(
       ...(pictures.length ? [el("div", { class: "pictures" }, pictures.map(thumbnail))] : []),
-      ...(text ? [el("div", { class: "bubble" }, text)] : []),
-      el("button", {
+      el("div", { class: "bubble-row" }, el("button", {
         class: "quiet edit", type: "button", title: "Edit and send again", "aria-label": "Edit and send again",
         onclick: () => this.actions.edit(turn.id),
-      }, icon("edit")),
+      }, icon("edit")), text ? el("div", { class: "bubble" }, text) : null),
     );
   }
 
@@ -137,6 +136,7 @@ export class ChatView {
     this.scroller = $("conversation");
     this.follow = true;
     this.scroller.addEventListener("scroll", () => { this.follow = this.#atEnd(); }, { passive: true });
+    new ResizeObserver(() => { if (this.follow) this.toEnd(); }).observe(this.scroller);
   }
 
   paint(thread) {

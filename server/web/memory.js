@@ -4,7 +4,7 @@ import { sourceBar } from "./chat.js";
 import { $, calm, el, icon, setText } from "./dom.js";
 import { STATE_WORDS, TIERS, TIER_NAMES, bytes, count, ms, plural, receiptLine, residence, sources } from "./format.js";
 
-const MOST_CELLS = 96;
+const MOST_CELLS = 64;
 const FLYING_PAGES = 9;
 const VERB_WORDS = { spill: "Spilled", restore: "Restored", prefetch: "Prefetched", demote: "Demoted", drop: "Dropped", pin: "Pinned" };
 
@@ -71,6 +71,7 @@ export class MemoryPanel {
     $("memory-body").hidden = !thread;
     $("memory-empty").hidden = Boolean(thread);
     this.#machine(status);
+    this.#state(thread?.session.kv?.state ?? "empty");
     if (!thread) return;
     const fresh = this.#session !== thread.id;
     this.#session = thread.id;
@@ -83,12 +84,14 @@ export class MemoryPanel {
   }
 
   // ---- parts -----------------------------------------------------------------------------------------------------
-  #pages(kv, pageTokens) {
-    const state = kv.state ?? "empty";
+  #state(state) {
     for (const pill of document.querySelectorAll(".state-pill")) {
       pill.dataset.state = state;
       setText(pill, STATE_WORDS[state] ?? state);
     }
+  }
+
+  #pages(kv, pageTokens) {
     const total = Math.max(kv.tokens ?? 0, kv.device_tokens ?? 0, kv.host_tokens ?? 0, kv.storage_tokens ?? 0);
     const pages = Math.ceil(total / pageTokens);
     const each = Math.max(1, Math.ceil(pages / MOST_CELLS));
