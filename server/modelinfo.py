@@ -6,7 +6,7 @@ never needs.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ class ModelInfo:
     """Of the stored weights."""
     context_tokens: int
     """The most positions that the model was made for."""
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(repr=False)
     """Reads ordinary text: special tokens in it are spelled out. Not for template text."""
-    template: Template
+    template: Template = field(repr=False)
     stop_token_ids: tuple[int, ...]
     """Tokens that end an answer: the end of a turn and those of the generation config."""
     image_token_id: int | None
