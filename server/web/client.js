@@ -155,7 +155,8 @@ export class Client {
       else this.#resume(event.session_id);
     } else if (event.seq === undefined || event.seq === null) {
       if (event.type === "error") this.#refused(event);
-      if (event.type !== "pong") this.onEvent(event);
+      // A response without a number only answers a frame that was sent twice: its events come or came by number.
+      if (event.type !== "pong" && !event.type.startsWith("response.")) this.onEvent(event);
     } else {
       const position = this.#positions.get(event.session_id);
       const verdict = position?.take(event);

@@ -20,8 +20,9 @@ export class Position {
       return APPLY;
     }
     if (!this.known || this.resuming) return DUPLICATE; // what the resume brings holds it already
+    const first = event.from_seq ?? event.seq; // deltas that the server laid together count as first..seq
     if (event.seq <= this.seq) return DUPLICATE;
-    if (event.seq > this.seq + 1) return GAP;
+    if (first !== this.seq + 1) return GAP;
     this.seq = event.seq;
     return APPLY;
   }
