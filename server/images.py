@@ -226,11 +226,12 @@ class ImageStore:
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         """A cancelled caller waits for its work: a thread cannot be stopped, and what it holds is counted until it ends."""
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        job = self._pool.submit(work)
+        future = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if not future.cancel():
+            if not job.cancel():
                 await asyncio.wait([future])
                 if not future.cancelled():
                     future.exception()                      # looked at, so that asyncio does not report it as lost
