@@ -90,15 +90,15 @@ class SessionRadixCache(RadixCache):
     def release(self, session_id: str) -> tuple[int, int]:
         """Give up the session's pages: (tokens freed, tokens that stayed because others own or use them).
 
-        Shared nodes lose this owner; nodes in use (a running turn, an unfinished store) keep it, so that the ledger
-        never loses sight of them.
+        Shared nodes lose this owner. Never called while a turn or a store of the session itself is running: nodes that
+        are in use and nobody else's keep it, so that the ledger never loses sight of them.
         """
         mine = [node for node in self.nodes() if session_id in self._owners.get(node.id, ())]
         freed = kept = 0
         for node in reversed(mine):                  # children first
             owners = self._owners[node.id]
-            if node.lock_ref > 0:
-                kept += len(node.key)
+            if node.lock_ref > 0 and len(owners) == 1:
+                kept += len(node.key)                # another's turn has matched it and is not yet known as an owner
             elif len(owners) > 1 or node.children:
                 owners.discard(session_id)
                 kept += len(node.key)

@@ -117,7 +117,6 @@ class SessionOps:
             return self._leading(where, wanted) * client.chunk_tokens
         finally:
             release()
-            client.end(request_id)
 
     def _await(self, tokens: Sequence[int], salt: str, wanted: str) -> Operation:
         """`where` as soon as all chunks are on a wanted tier, or when it has taken too long."""
@@ -307,6 +306,7 @@ class SessionOps:
         yield from self._settled(owner)
         out = {"epoch": self.cache.epoch, "sessions": self.cache.report()}
         totals = Counter(total=0, host=0, storage=0, reachable=0)
+        answers = self.client is None or self.client.healthy
         seen: list[RadixKey] = []
         for sequence in sequences:
             key = self.cache.key(sequence.tokens, sequence.salt)
@@ -316,7 +316,7 @@ class SessionOps:
             have = self.cache.match(key)[0].numel()
             reachable = have
             totals["total"] += len(key) - common
-            if self.client is not None and self.client.healthy and len(key) >= self.client.chunk_tokens:
+            if self.client is not None and answers and len(key) >= self.client.chunk_tokens:
                 chunk = self.client.chunk_tokens
                 where = yield self.client.where(list(key.token_ids), sequence.salt)
                 for i, letter in enumerate(where):
@@ -328,7 +328,8 @@ class SessionOps:
                     reached += 1
                 reachable = max(have, reached * chunk)
             totals["reachable"] += max(0, reachable - common)
-        return {**out, "below": dict(totals)}
+        # A daemon that does not answer has not lost anything: what is below is unknown then, not zero.
+        return {**out, "below": dict(totals) if answers else {"total": totals["total"]}}
 
     # ---- small things ------------------------------------------------------------------------------------------
     def _daemon(self) -> OffloadClient:

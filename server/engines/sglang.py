@@ -3,6 +3,7 @@ a dead scheduler takes its host process with it."""
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from array import array
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kvstore.lmcache import daemon
 from kvstore.receipt import KvVerb, Outcome, Receipt
 from kvstore.sglang import compat
 from kvstore.sglang.config import PluginConfig, publish
@@ -72,6 +74,7 @@ class SGLangEngine:
             raise EngineStartError(str(error)) from error
         publish(PluginConfig(fingerprint=config.fingerprint, vision_folder=config.vision_folder,
                              offload_url=config.offload_url, chunk_tokens=config.chunk_tokens, timeout_s=config.offload_timeout_s))
+        os.environ |= daemon.environment()           # LMCache's client side, in the processes spawned from here
         listen(Progress(stage="engine", detail=f"loading SGLang with {config.model_path}"))
         import sglang
 
@@ -303,8 +306,8 @@ class SGLangEngine:
         if "below" in data:
             below = data["below"]
             own = SessionPages(session_id=own.session_id, device_tokens=own.device_tokens, locked_tokens=own.locked_tokens,
-                               device_exclusive_tokens=own.device_exclusive_tokens, host_tokens=below["host"],
-                               storage_tokens=below["storage"], total_tokens=below["total"], reachable_tokens=below["reachable"])
+                               device_exclusive_tokens=own.device_exclusive_tokens, total_tokens=below["total"],
+                               host_tokens=below.get("host"), storage_tokens=below.get("storage"), reachable_tokens=below.get("reachable"))
         return Ledger(epoch=data["epoch"], entries=(own,), op_id=request.op_id)
 
     async def _call(self, verb: str, owner: str | None, contents: tuple[Content, ...], **arguments: Any) -> dict[str, Any]:
