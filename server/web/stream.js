@@ -37,7 +37,7 @@ export class Position {
   resumed(event) {
     this.resuming = false;
     if (event.outcome !== "lossless") {
-      this.#set(event.epoch, event.seq);
+      this.#set(event.epoch, event.from_seq - 1); // what came since the snapshot follows by number
       return true;
     }
     if (this.known && event.epoch === this.epoch && event.from_seq <= this.seq + 1) return true;

@@ -55,7 +55,8 @@ async def test_position_applies_each_event_once_and_in_order(page) -> None:
 
 
 async def test_position_waits_for_the_answer_to_its_resume(page) -> None:
-    """Between asking and being answered nothing is applied; a lossless answer of another epoch is not believed."""
+    """Between asking and being answered nothing is applied; a lossless answer of another epoch is not believed;
+    after a snapshot come the events since it was taken."""
     out = await page.evaluate("""async () => {
       const { Position } = await import("/stream.js");
       const p = new Position(3, 10);
@@ -63,8 +64,8 @@ async def test_position_waits_for_the_answer_to_its_resume(page) -> None:
       const early = p.take({ type: "session.state", seq: 11 });
       const believed = p.resumed({ outcome: "lossless", epoch: 4, from_seq: 11, seq: 20 });
       const again = p.ask();
-      const snapshot = p.resumed({ outcome: "snapshot", epoch: 4, seq: 20 });
-      return { asked, early, believed, again, snapshot, next: p.take({ type: "session.state", seq: 21 }) };
+      const snapshot = p.resumed({ outcome: "snapshot", epoch: 4, from_seq: 19, seq: 20 });
+      return { asked, early, believed, again, snapshot, next: p.take({ type: "session.state", seq: 19 }) };
     }""")
     assert out == {"asked": {"epoch": 3, "last_seq": 10}, "early": "duplicate", "believed": False, "again": {},
                    "snapshot": True, "next": "apply"}
@@ -99,7 +100,7 @@ async def test_client_resumes_and_repeats_only_what_is_safe(page) -> None:
       const first = sockets[0];
       first.greet();
       client.attach("s1");
-      first.say({ type: "session.resumed", session_id: "s1", epoch: 1, outcome: "snapshot", seq: 0 });
+      first.say({ type: "session.resumed", session_id: "s1", epoch: 1, outcome: "snapshot", from_seq: 1, seq: 0 });
       const turn = client.request({ type: "response.create", session_id: "s1", idempotency_key: "k" }, { again: true });
       const other = client.request({ type: "session.update", session_id: "s1" }).catch((e) => e instanceof Refused && e.error.code);
       first.say({ type: "response.created", session_id: "s1", seq: 1, response: { id: "r1" } });
@@ -131,7 +132,7 @@ async def test_client_asks_again_where_an_event_is_missing(page) -> None:
       const s = sockets[0];
       s.greet();
       client.attach("s1");
-      s.say({ type: "session.resumed", session_id: "s1", epoch: 1, outcome: "snapshot", seq: 5 });
+      s.say({ type: "session.resumed", session_id: "s1", epoch: 1, outcome: "snapshot", from_seq: 6, seq: 5 });
       s.say({ type: "session.state", session_id: "s1", seq: 8 });
       s.say({ type: "session.state", session_id: "s1", seq: 9 });
       const ask = s.sent.at(-1);
