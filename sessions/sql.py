@@ -83,8 +83,8 @@ class SqlStore:
                                                    bump_generation=bump_generation, close=close))
 
     async def delete(self, session_id: str) -> None:
+        # The turns go with it: their foreign key cascades.
         async with self._write() as connection:
-            await connection.execute(tables.turns.delete().where(_T.session_id == session_id))
             await connection.execute(tables.sessions.delete().where(_S.id == session_id))
 
     # ---- turns -------------------------------------------------------------------------------------------------

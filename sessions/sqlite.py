@@ -20,10 +20,11 @@ BUSY_TIMEOUT_S = 10.0
 # `synchronous` says; a machine that loses power does: in WAL mode NORMAL syncs at checkpoints only, so the last commits may
 # be gone (the file stays sound). An acknowledged turn must outlive that too, so FULL: one sync a commit, which next to the
 # seconds that a turn takes is nothing. foreign_keys is off in SQLite unless each connection asks.
-_PRAGMAS = ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL", "PRAGMA foreign_keys=ON")
+def _pragmas(power_safe: bool) -> tuple[str, ...]:
+    return ("PRAGMA journal_mode=WAL", f"PRAGMA synchronous={'FULL' if power_safe else 'NORMAL'}", "PRAGMA foreign_keys=ON")
 
 
-def sqlite_engine(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> AsyncEngine:
+def sqlite_engine(path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, power_safe: bool = True) -> AsyncEngine:
     """Connections to the file, with transactions that begin when they say so."""
     # Without isolation_level=None the driver begins transactions by itself, late: one that reads first and writes then can
     # find that another writer was in between, and fails at once instead of waiting.
@@ -33,7 +34,7 @@ def sqlite_engine(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> AsyncEn
     @sa.event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
         cursor = connection.cursor()
-        for pragma in _PRAGMAS:
+        for pragma in _pragmas(power_safe):
             cursor.execute(pragma)
         cursor.close()
 
@@ -46,8 +47,11 @@ def sqlite_engine(path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S) -> AsyncEn
 
 
 class SqliteStore(SqlStore):
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
-        super().__init__(sqlite_engine(path, busy_timeout_s), clock=clock)
+    """`power_safe=False`: the last commits may be lost with the machine's power, though never by a kill; for tests, mostly."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, busy_timeout_s: float = BUSY_TIMEOUT_S,
+                 power_safe: bool = True) -> None:
+        super().__init__(sqlite_engine(path, busy_timeout_s=busy_timeout_s, power_safe=power_safe), clock=clock)
         self.path = path
         self._writer = asyncio.Lock()
 

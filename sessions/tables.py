@@ -49,7 +49,8 @@ turns = sa.Table(
     sa.Column("input_ids", sa.LargeBinary, nullable=False),
     sa.Column("output_ids", sa.LargeBinary, nullable=False),
     sa.UniqueConstraint("session_id", "id"),
-    sa.ForeignKeyConstraint(["session_id", "parent_id"], ["turns.session_id", "turns.id"], ondelete="CASCADE"),
+    # No cascade: SQLite would recurse along the branch, and refuse beyond 1000 turns.
+    sa.ForeignKeyConstraint(["session_id", "parent_id"], ["turns.session_id", "turns.id"]),
     sa.Index(None, "session_id", "idempotency_key", unique=True),
     sa.Index(None, "session_id", "parent_id"),
 )

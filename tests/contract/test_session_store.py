@@ -35,7 +35,8 @@ async def bench(request, tmp_path) -> AsyncIterator[Bench]:
         memory = MemoryStore(clock=lambda: made.now)
         made = Bench(memory, lambda session_id: _in_memory(memory, session_id))
     else:
-        made = Bench(SqliteStore(tmp_path / "s.db", clock=lambda: made.now), lambda session_id: peek(tmp_path / "s.db", session_id))
+        made = Bench(SqliteStore(tmp_path / "s.db", clock=lambda: made.now, power_safe=False),
+                     lambda session_id: peek(tmp_path / "s.db", session_id))
     await made.store.open()
     yield made
     await made.store.close()

@@ -121,3 +121,16 @@ async def test_a_full_disk_loses_nothing(store):
     assert await store.turns("s_1") == [first]
     await store.commit_turn(big, expected_head="r_1")
     assert [len(t.input_ids) for t in peek(store.path, "s_1").turns] == [3, 100_000]
+
+
+async def test_a_session_of_5000_turns_is_read_and_deleted(store):
+    """A branch much longer than SQLite's recursion of triggers (1000) reads whole and is deleted whole."""
+    rows = [("s_1", f"r_{n}", f"r_{n - 1}" if n else None, n) for n in range(5000)]
+    with sqlite3.connect(store.path) as other:
+        other.executemany("INSERT INTO turns (session_id, id, parent_id, branch_index, status, created_at, finished_at, "
+                          "counted_tokens, counted_images, usage, input, output_text, input_ids, output_ids) "
+                          "VALUES (?, ?, ?, ?, 'completed', 1, 1, 5, 0, '{}', '[]', '', x'', x'')", rows)
+    other.close()
+    assert [t.index for t in await store.turns("s_1", head="r_4999")] == list(range(5000))
+    await store.delete("s_1")
+    assert peek(store.path, "s_1") is None

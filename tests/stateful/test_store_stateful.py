@@ -30,7 +30,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "s.db"
         self.now = 1000.0
-        self.stores = [MemoryStore(clock=lambda: self.now), SqliteStore(self.path, clock=lambda: self.now)]
+        self.stores = [MemoryStore(clock=lambda: self.now), SqliteStore(self.path, clock=lambda: self.now, power_safe=False)]
         self.sessions: dict[str, Session] = {}
         self.turns: dict[str, list[Turn]] = {}
         self.count = 0
@@ -128,7 +128,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self):
         self.runner.run(self.stores[1].close())
-        self.stores[1] = SqliteStore(self.path, clock=lambda: self.now)
+        self.stores[1] = SqliteStore(self.path, clock=lambda: self.now, power_safe=False)
         self.runner.run(self.stores[1].open())
 
     @invariant()

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sessions.budgets import Book, check, clamp_request, effective, warnings
@@ -16,6 +16,7 @@ limits = st.builds(Limits, **{name: ceilings for name in NAMES})
 totals = st.builds(Totals, st.integers(0, 30), st.integers(0, 60), st.integers(0, 9))
 
 
+@settings(deadline=None)
 @given(limits, limits)
 def test_own_limits_lie_over_the_defaults(defaults, own):
     """Each limit in force is the session's own, or the default where it has none."""
@@ -25,6 +26,7 @@ def test_own_limits_lie_over_the_defaults(defaults, own):
         assert getattr(merged, name) == (getattr(defaults, name) if mine is None else mine)
 
 
+@settings(deadline=None)
 @given(limits, limits)
 def test_a_user_gets_at_most_the_server_ceiling(server, asked):
     """A request passes unchanged exactly if no part is above the server's; else the refusal names it and both values."""
@@ -67,7 +69,9 @@ def test_negative_sizes_are_no_turn():
         check(Limits(), Totals(), added_tokens=1, max_output_tokens=-1, images_in_message=0)
 
 
+@settings(deadline=None)
 @given(limits, totals)
+@example(Limits(max_turns=5, tokens_per_session=10), Totals(turns=4, tokens=8))
 def test_warnings_from_four_fifths(limits, totals):
     """A sum is warned of exactly when it is at 80% of its ceiling or more."""
     expected = [(name, limit, used) for name, limit, used in (("max_turns", limits.max_turns, totals.turns),
@@ -75,10 +79,11 @@ def test_warnings_from_four_fifths(limits, totals):
     assert warnings(limits, totals) == expected
 
 
-steps = st.lists(st.tuples(st.sampled_from("a b c d e".split()), st.sampled_from(["reserve", "settle", "release"]),
+steps = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", "e"]), st.sampled_from(["reserve", "settle", "release"]),
                            st.integers(0, 12), st.integers(0, 12), st.integers(0, 3)), max_size=40)
 
 
+@settings(deadline=None)
 @given(limits, totals, steps)
 def test_no_interleaving_passes_a_ceiling(limits, start, steps):
     """Whatever is reserved, settled and released in whatever order: used + reserved stays under each ceiling, each turn

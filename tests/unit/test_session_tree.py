@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessions.errors import BrokenTree, TurnNotFound
@@ -30,6 +30,7 @@ def forests(draw):
     return turns
 
 
+@settings(deadline=None)
 @given(forests())
 def test_every_branch_is_the_concatenation_of_its_turns(turns):
     """Branches end in the turns nothing follows, cover all turns, and their content is token by token that of their turns."""

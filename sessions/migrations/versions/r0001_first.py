@@ -51,7 +51,7 @@ def upgrade() -> None:
         sa.UniqueConstraint("session_id", "id", name="uq_turns_session_id_id"),
         sa.ForeignKeyConstraint(["session_id"], ["sessions.id"], name="fk_turns_session_id", ondelete="CASCADE"),
         sa.ForeignKeyConstraint(["session_id", "parent_id"], ["turns.session_id", "turns.id"],
-                                name="fk_turns_session_id_parent_id", ondelete="CASCADE"),
+                                name="fk_turns_session_id_parent_id"),
     )
     op.create_index("ix_turns_session_id_idempotency_key", "turns", ["session_id", "idempotency_key"], unique=True)
     op.create_index("ix_turns_session_id_parent_id", "turns", ["session_id", "parent_id"])
