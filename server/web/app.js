@@ -237,6 +237,7 @@ for (const button of document.querySelectorAll("[data-opens]")) {
   });
 }
 $("shade").addEventListener("click", () => { document.body.dataset.drawer = ""; });
+addEventListener("keydown", (event) => { if (event.key === "Escape") document.body.dataset.drawer = ""; });
 $("lightbox").addEventListener("click", () => $("lightbox").close());
 $("try-now").addEventListener("click", () => client.hurry());
 addEventListener("online", () => client.hurry());

@@ -31,7 +31,7 @@ async function call(method, path, body) {
   } catch (problem) {
     throw new Refused({ type: "server", code: "unreachable", message: "The server cannot be reached.", retryable: true });
   }
-  if (answer.status === 401) throw new SignedOut("The sign-in is no longer valid.");
+  if (answer.status === 401) throw new SignedOut("The server did not accept the sign-in.");
   const data = answer.status === 204 ? null : await answer.json().catch(() => null);
   if (data?.verb && data?.outcome) return data; // a receipt, of a refused verb too
   if (!answer.ok) throw new Refused(errorOf(answer.status, data));

@@ -5,11 +5,15 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
 from tests.support.browser import chromium
+
+if TYPE_CHECKING:
+    from playwright.async_api import BrowserContext, Page
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,13 +34,13 @@ def files() -> Iterator[str]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator["BrowserContext"]:  # noqa: F821
+async def browser() -> AsyncIterator["BrowserContext"]:
     async with chromium() as context:
         yield context
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def page(browser, files: str) -> AsyncIterator["Page"]:  # noqa: F821
+async def page(browser, files: str) -> AsyncIterator["Page"]:
     page = await browser.new_page()
     await page.goto(f"{files}/icon.svg")
     yield page

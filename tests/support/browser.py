@@ -7,8 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.async_api import BrowserContext
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -17,7 +21,7 @@ PATIENCE_MS = 20_000
 
 
 @asynccontextmanager
-async def chromium(*, width: int = 1360, height: int = 860, dark: bool = False) -> AsyncIterator["BrowserContext"]:  # noqa: F821
+async def chromium(*, width: int = 1360, height: int = 860, dark: bool = False) -> AsyncIterator["BrowserContext"]:
     """A browser with an empty profile. Skips the test, saying why, where there is none."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine (`make deps` installs it)")
