@@ -1,32 +1,26 @@
 """What can be done with a session's pages, without a request and without holding up the scheduler.
 
-Each operation is a generator (tasks.py) over the tree (cache.py) and the daemon (kvstore/lmcache/client.py). Two-phase
-throughout: pages are locked or freshly allocated until the daemon has answered; whatever ends an operation early gives
-them back, except pages that a silent daemon may still be copying: those are quarantined until it answers or is gone.
+Each operation is a generator (tasks.py) over the tree (cache.py) and copies (transfer.py). An operation that ends early, by
+an error or a silent daemon, leaves the tree as it was.
 """
 
 import logging
 import time
-import uuid
 from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from kvstore.lmcache.client import OffloadClient, OffloadError
 
 from .cache import SessionRadixCache
 from .tasks import Operation, Runner, Sleep
+from .transfer import POLL_S, Transfers, leading
 
 log = logging.getLogger("rekindle.ops")
-POLL_S = 0.003
-SETTLE_S = 10.0
-"""How long a written chunk may take to show up on a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +38,16 @@ class SessionOps:
     def __init__(self, cache: SessionRadixCache, client: OffloadClient | None, timeout_s: float) -> None:
         self.cache, self.client = cache, client
         self.tasks = Runner(timeout_s)
+        self._transfers = Transfers(cache, client)
         self._storing: Counter[str] = Counter()
         self._pins: dict[str, tuple[float, list[TreeNode]]] = {}
-        self._quarantine: list[tuple[Any, str, Any]] = []
-        """(future, daemon incarnation, what to do when it is over)"""
         cache.on_finished = self._write_through
 
     # ---- the scheduler's hooks ---------------------------------------------------------------------------------
     def poll(self) -> None:
         """Once per scheduler step."""
         self.tasks.poll()
-        if self._quarantine:
-            self._quarantine = [entry for entry in self._quarantine if not self._try_release(*entry)]
+        self._transfers.poll()
         now = time.time()
         for owner in [o for o, (until, _) in self._pins.items() if until <= now]:
             self.unpin(owner)
@@ -63,7 +55,12 @@ class SessionOps:
     @property
     def busy(self) -> bool:
         """Pages are held outside the tree: not a leak, and not the time to sleep."""
-        return bool(self.tasks) or bool(self._quarantine)
+        return bool(self.tasks) or self.quarantined > 0
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers whose pages are held because the daemon never answered."""
+        return self._transfers.quarantined
 
     # ---- write-through -----------------------------------------------------------------------------------------
     def _write_through(self, owner: str, key: RadixKey, node: TreeNode) -> None:
@@ -77,98 +74,50 @@ class SessionOps:
             if error is not None:
                 log.warning("write-through of %s failed: %r", owner, error)
 
-        self.tasks.start(self._store(key), done)
+        self.tasks.start(self._transfers.store(key), done)
 
     def _settled(self, owner: str) -> Operation:
         while self._storing[owner] > 0:
             yield Sleep(POLL_S)
-
-    def _store(self, key: RadixKey, *, to_storage: bool = False) -> Operation:
-        """Copy down what is on the device of this sequence and not yet below. Returns whole-chunk tokens now below."""
-        client = self._daemon()
-        slots, node = self.cache.match(key)
-        tokens, salt = list(key.token_ids), key.extra_key or ""
-        end = slots.numel() // client.chunk_tokens * client.chunk_tokens
-        if not end:
-            return 0
-        request_id, release = f"store-{uuid.uuid4().hex[:12]}", self._locked(node)
-        try:
-            where = yield client.where(tokens[:end], salt)
-            wanted = "sb" if to_storage else "hsb"
-            if to_storage and "h" in where:
-                # Written to the host a moment ago, perhaps, and still on its way down; else it will not go by itself.
-                where = yield from self._await_storage(tokens[:end], salt, where)
-                stuck = [i for i, letter in enumerate(where) if letter == "h"]
-                if stuck:
-                    yield client.delete(tokens[:end], salt, stuck, ["host"])
-            missing = [i for i, letter in enumerate(where) if letter not in wanted]
-            if missing:
-                start = missing[0] * client.chunk_tokens
-                future = client.store(tokens, start, end, self._pages(slots[start:end]), request_id, salt)
-                try:
-                    ok = yield future
-                except TimeoutError:
-                    release = self._quarantined(future, release)
-                    raise
-                if not ok:
-                    client.suspect("it refused a store")
-                    raise OffloadError("the daemon refused the store")
-                where = yield from self._await(tokens[:end], salt, wanted)
-            return self._leading(where, wanted) * client.chunk_tokens
-        finally:
-            release()
-
-    def _await(self, tokens: Sequence[int], salt: str, wanted: str) -> Operation:
-        """`where` as soon as all chunks are on a wanted tier, or when it has taken too long."""
-        deadline = time.monotonic() + SETTLE_S
-        while True:
-            where = yield self._daemon().where(tokens, salt)
-            if all(letter in wanted for letter in where) or time.monotonic() > deadline:
-                return where
-            yield Sleep(POLL_S)
-
-    def _await_storage(self, tokens: Sequence[int], salt: str, where: str) -> Operation:
-        return (yield from self._await(tokens, salt, "sb-" if "-" in where else "sb"))
 
     # ---- verbs -------------------------------------------------------------------------------------------------
     def spill(self, owner: str, sequences: Sequence[Branch], to: str) -> Operation:
         """Copy down, verify, then free the device pages that only this session owns; to storage: its host chunks, too."""
         yield from self._settled(owner)
         keys = [self.cache.key(s.tokens, s.salt) for s in sequences]
-        unstored = 0
-        for key in keys:
-            on_device = self.cache.match(key)[0].numel()
-            stored = (yield from self._store(key, to_storage=to == "storage")) if on_device else 0
-            whole = on_device // self._daemon().chunk_tokens * self._daemon().chunk_tokens
+        on_device, unstored = [self.cache.match(key)[0].numel() for key in keys], 0
+        for key, count in zip(keys, on_device, strict=True):
+            stored = (yield from self._transfers.store(key, to_storage=to == "storage")) if count else 0
+            whole = count // self._transfers.daemon().chunk_tokens * self._transfers.daemon().chunk_tokens
             if stored < whole:
                 raise OffloadError(f"only {stored} of {whole} tokens are on {to}; nothing was freed")
-            unstored += on_device - whole
+            unstored += count - whole
         self.unpin(owner)
         shared = [self.cache.shared_prefix_tokens(owner, key) for key in keys]
         freed, kept = self.cache.release(owner)
-        source, left = ({"device": freed} if freed else {}), 0
+        host = left = 0
         if to == "storage":
-            host, left = yield from self._free_host(sequences, keys, shared)
-            if host:
-                source["host"] = host
+            host, left = yield from self._free_host(sequences, keys, shared, on_device)
         reason = "; ".join(filter(None, [
             f"{unstored} tokens beyond the last whole chunk were not stored" if unstored else "",
             f"{left} tokens stay on the host, storage does not have them" if left else ""]))
-        return {"source": source, "target": to, "tokens": freed or source.get("host", 0), "kept": kept, "reason": reason}
+        source = {tier: n for tier, n in (("device", freed), ("host", host)) if n}
+        return {"source": source, "target": to, "tokens": freed + host, "kept": kept, "reason": reason}
 
     def demote(self, owner: str, sequences: Sequence[Branch]) -> Operation:
         """Free the host chunks of a session that storage holds as well."""
         yield from self._settled(owner)
         keys = [self.cache.key(s.tokens, s.salt) for s in sequences]
         shared = [self.cache.shared_prefix_tokens(owner, key) for key in keys]
-        host, left = yield from self._free_host(sequences, keys, shared)
+        host, left = yield from self._free_host(sequences, keys, shared, [0] * len(keys))
         return {"source": {"host": host} if host else {}, "target": "storage", "tokens": host,
                 "reason": f"{left} tokens stay on the host, storage does not have them" if left else ""}
 
-    def _free_host(self, sequences: Sequence[Branch], keys: Sequence[RadixKey], shared: Sequence[int]) -> Operation:
-        """(host tokens freed, host tokens that stay because they are nowhere else)"""
-        client, freed, left = self._daemon(), 0, 0
-        for sequence, key, shared_tokens in zip(sequences, keys, shared, strict=True):
+    def _free_host(self, sequences: Sequence[Branch], keys: Sequence[RadixKey], shared: Sequence[int],
+                   on_device: Sequence[int]) -> Operation:
+        """(host tokens freed that were not on the device as well, host tokens that stay: they are nowhere else)"""
+        client, freed, left = self._transfers.daemon(), 0, 0
+        for sequence, key, shared_tokens, above in zip(sequences, keys, shared, on_device, strict=True):
             tokens = list(key.token_ids)
             where = yield client.where(tokens, sequence.salt)
             first = -(-max(shared_tokens, sequence.private_from) // client.chunk_tokens)
@@ -176,7 +125,8 @@ class SessionOps:
             left += where[first:].count("h") * client.chunk_tokens
             if doomed:
                 answer = yield client.delete(tokens, sequence.salt, doomed, ["host"])
-                freed += answer["host"] * client.chunk_tokens
+                left += answer["locked"] * client.chunk_tokens
+                freed += sum(i * client.chunk_tokens >= above for i in doomed) * client.chunk_tokens
         return freed, left
 
     def drop(self, owner: str, sequences: Sequence[Branch]) -> Operation:
@@ -192,7 +142,7 @@ class SessionOps:
                 tokens = list(key.token_ids)
                 first = -(-max(shared_tokens, sequence.private_from) // self.client.chunk_tokens)
                 chunks = range(first, len(tokens) // self.client.chunk_tokens)
-                answer = yield self._daemon().delete(tokens, sequence.salt, chunks, ["host", "storage"])
+                answer = yield self._transfers.daemon().delete(tokens, sequence.salt, chunks, ["host", "storage"])
                 source.update({tier: answer[tier] * self.client.chunk_tokens for tier in ("host", "storage")})
         return {"source": {tier: n for tier, n in source.items() if n}, "target": None, "tokens": max(source.values()), "kept": kept}
 
@@ -203,15 +153,15 @@ class SessionOps:
         slots, node = self.cache.match(key)
         have, source = slots.numel(), Counter()
         result = {"target": "device", "had": have, "reason": ""}
-        release = self._locked(node)                 # what is on the device stays there while the rest is loaded
+        release = self._transfers.locked(node)                 # what is on the device stays there while the rest is loaded
         try:
             client = self.client
             end = len(key) // client.chunk_tokens * client.chunk_tokens if client is not None else 0
             if client is not None and end > have and client.healthy:
                 tokens = list(key.token_ids)
                 where = yield client.where(tokens[:end], sequence.salt)
-                if self._leading(where, "hsb") * client.chunk_tokens > have:
-                    loaded = yield from self._load(key, tokens, where, have, slots, result)
+                if leading(where, "hsb") * client.chunk_tokens > have:
+                    loaded = yield from self._transfers.load(key, tokens, where, have, slots, result)
                     for tier, count in loaded.items():
                         source[tier] += count
             elif client is not None and end > have:
@@ -222,64 +172,6 @@ class SessionOps:
         finally:
             release()
         return {**result, "source": dict(source), "tokens": sum(source.values()), "wanted": len(key) - have}
-
-    def _load(self, key: RadixKey, tokens: list[int], where: str, have: int, slots: torch.Tensor, result: dict) -> Operation:
-        """host/storage -> device for tokens [have, found). Returns tokens by tier (empty: nothing came)."""
-        client, chunk, allocator = self._daemon(), self._daemon().chunk_tokens, self.cache.token_to_kv_pool_allocator
-        salt, request_id = key.extra_key or "", f"restore-{uuid.uuid4().hex[:12]}"
-        limit = self._leading(where, "hsb") * chunk
-        fresh: torch.Tensor | None = None
-        locked = (0, limit)
-        try:
-            yield client.lookup(tokens, limit, request_id, salt)
-            deadline = time.monotonic() + SETTLE_S
-            while (chunks := (yield client.loaded(request_id))) is None:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("storage did not deliver in time")
-                yield Sleep(POLL_S)
-            found = chunks * chunk
-            locked = (0, found)
-            if found <= have:
-                result["reason"] = "the daemon no longer has it"
-                return {}
-            need = found - have
-            if allocator.available_size() < need:
-                self.cache.evict(EvictParams(num_tokens=need - allocator.available_size()))
-            fresh = allocator.alloc(need)
-            if fresh is None:
-                result["reason"] = f"the device pool has {allocator.available_size()} tokens free, {need} are needed"
-                return {}
-            first = have // chunk * chunk            # the daemon moves whole chunks; what we have of the first is skipped
-            client.unlock(tokens, 0, first, request_id, salt)
-            locked = (first, found)
-            pages = [0] * ((have - first) // self.cache.page_size) + self._pages(fresh)
-            future = client.retrieve(tokens, first, found, pages, have - first, request_id, salt)
-            try:
-                locked = (0, 0)                      # the daemon uses them up, or releases them when it fails
-                ok = yield future
-            except TimeoutError:
-                lost, fresh = fresh, None
-                self._quarantined(future, lambda: allocator.free(lost))
-                raise
-            if not ok:
-                client.suspect("it refused a retrieve")
-                result["reason"] = "the daemon could not deliver"
-                return {}
-            inserted = self.cache.insert(InsertParams(key=key[:found], value=torch.cat([slots, fresh])))
-            duplicate = inserted.prefix_len - have   # another request computed these meanwhile
-            if duplicate > 0:
-                allocator.free_segment(fresh[:duplicate], start_pos=have)
-            fresh = None
-            self.cache.epoch += 1
-            tiers = Counter()
-            for i in range(first // chunk, found // chunk):
-                tiers["storage" if where[i] == "s" else "host"] += min((i + 1) * chunk, found) - max(i * chunk, have)
-            return dict(tiers)
-        finally:
-            if fresh is not None:
-                allocator.free(fresh)
-            client.unlock(tokens, *locked, request_id, salt)
-            client.end(request_id)
 
     def pin(self, owner: str, sequences: Sequence[Branch], until: float) -> Operation:
         """Keep what is on the device until `until` (unix seconds); in the past: let go."""
@@ -330,43 +222,3 @@ class SessionOps:
             totals["reachable"] += max(0, reachable - common)
         # A daemon that does not answer has not lost anything: what is below is unknown then, not zero.
         return {**out, "below": dict(totals) if answers else {"total": totals["total"]}}
-
-    # ---- small things ------------------------------------------------------------------------------------------
-    def _daemon(self) -> OffloadClient:
-        if self.client is None:
-            raise OffloadError("this engine runs without offload")
-        if not self.client.healthy:
-            raise OffloadError("the LMCache daemon does not answer")
-        return self.client
-
-    def _pages(self, slots: torch.Tensor) -> list[int]:
-        """Page ids of whole pages of slots."""
-        return (slots[::self.cache.page_size] // self.cache.page_size).tolist()
-
-    @staticmethod
-    def _leading(where: str, wanted: str) -> int:
-        return next((i for i, letter in enumerate(where) if letter not in wanted), len(where))
-
-    def _locked(self, node: TreeNode) -> Any:
-        self.cache.inc_lock_ref(node)
-        return lambda: self.cache.dec_lock_ref(node)
-
-    def _quarantined(self, future: Any, release: Any) -> Any:
-        """The daemon has not answered and may still touch these pages; returns a release that does nothing."""
-        self._quarantine.append((future, self._daemon_incarnation(), release))
-        if self.client is not None:
-            self.client.suspect("it left a transfer unanswered")
-        return lambda: None
-
-    def _daemon_incarnation(self) -> str:
-        return self.client.incarnation if self.client is not None else ""
-
-    def _try_release(self, future: Any, incarnation: str, release: Any) -> bool:
-        if future.query() or self._daemon_incarnation() != incarnation:
-            release()
-            return True
-        return False
-
-    @property
-    def quarantined(self) -> int:
-        return len(self._quarantine)
