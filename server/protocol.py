@@ -158,9 +158,11 @@ class Connection:
         """The upgrade was answered with an HTTP error."""
         self._step(Input.REFUSED)
 
-    def ticket_accepted(self, *, tenant: str, role: str, event_id: str | None) -> list[Command]:
+    def ticket_accepted(self, *, tenant: str, role: str, token: str, event_id: str | None) -> list[Command]:
+        """`token`: what the client shows to REST from now on."""
         self._step(Input.TICKET_ACCEPTED)
-        return [Send(_answer(event("connection.authenticated", tenant=tenant, role=role), event_id)), Announce()]
+        accepted = event("connection.authenticated", tenant=tenant, role=role, token=token)
+        return [Send(_answer(accepted, event_id)), Announce()]
 
     def ticket_refused(self, error: ErrorObject, event_id: str | None) -> list[Command]:
         self._step(Input.TICKET_REFUSED)

@@ -14,11 +14,12 @@ from kvstore.manager import KvManager
 from kvstore.planner import PlanPolicy
 from kvstore.receipt import KvVerb, Outcome, Receipt
 from sessions import tree
-from sessions.errors import SessionNotFound
+from sessions.errors import SessionError, SessionNotFound
 from sessions.model import Session, SessionStatus
 from sessions.store import SessionStore
 
 from . import wire
+from .background import Background
 from .engines import channel
 from .engines.base import Engine, EngineUnavailable
 from .streams import Streams
@@ -52,14 +53,13 @@ class Tiers:
     """`salt_of`: tenant id -> salt. `moved`: called with every receipt of a verb that ran (for metrics)."""
 
     def __init__(self, store: SessionStore, streams: Streams, engines: Engines, policy: PlanPolicy, *,
-                 salt_of: Callable[[str], str], moved: Callable[[Receipt], None],
+                 background: Background, salt_of: Callable[[str], str], moved: Callable[[Receipt], None],
                  clock: Callable[[], float] = time.time) -> None:
         self._store, self._streams, self._engines = store, streams, engines
-        self._salt_of, self._moved = salt_of, moved
+        self._background, self._salt_of, self._moved = background, salt_of, moved
         self.ledger = Ledger()
         self.manager = KvManager(self.ledger, self._run, policy, clock, self._told)
         self._announced: dict[str, Residency] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- contents
     async def contents(self, session: Session) -> tuple[channel.Content, ...]:
@@ -97,7 +97,7 @@ class Tiers:
     def hint(self, session_id: str) -> None:
         """Bring the pages back ahead of a turn, if they are away and nothing else is going on."""
         if self.ledger.state(session_id) in (Residency.WARM, Residency.COLD) and not self.ledger.entry(session_id).busy:
-            self._spawn(self._prefetch(session_id))
+            self._background.spawn(self._prefetch(session_id))
 
     async def _prefetch(self, session_id: str) -> None:
         try:
@@ -122,7 +122,7 @@ class Tiers:
                 session = await self._store.get(session_id)
                 report = await self._engines.engine.report(channel.Report(
                     op_id=f"op_{uuid4().hex}", session_id=session_id, contents=await self.contents(session)))
-        except (EngineUnavailable, SessionNotFound, TimeoutError) as error:
+        except (EngineUnavailable, SessionError, TimeoutError) as error:
             log.info("report_skipped", session_id=session_id, reason=str(error) or "no answer in time")
             return
         for entry in report.entries:
@@ -165,14 +165,4 @@ class Tiers:
         if receipt.outcome in _MOVED:
             if receipt.verb in _EVENT_OF:
                 self._streams.publish(owner, wire.event(_EVENT_OF[receipt.verb], receipt=receipt.to_wire()))
-            self._spawn(self.refresh(owner))
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._background.spawn(self.refresh(owner))

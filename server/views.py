@@ -8,6 +8,7 @@ from sessions.model import ImagePart, Limits, Part, Session, TextPart, Totals, T
 from . import wire
 
 TITLE_WORDS, TITLE_CHARS = 8, 60
+_NO_BYTES = wire.KvBytes()
 _INCOMPLETE_REASON = {TurnStatus.INCOMPLETE: "max_output_tokens", TurnStatus.CANCELLED: "cancelled"}
 
 
@@ -41,7 +42,7 @@ def parts(of: Iterable[Part]) -> tuple[dict[str, Any], ...]:
         for p in of)
 
 
-def usage(of: TurnUsage, kv_bytes: wire.KvBytes = wire.KvBytes(), *, queue_ms: float = 0.0, restore_ms: float = 0.0,
+def usage(of: TurnUsage, kv_bytes: wire.KvBytes = _NO_BYTES, *, queue_ms: float = 0.0, restore_ms: float = 0.0,
           prefill_ms: float = 0.0) -> wire.ResponseUsage:
     cached = wire.CachedTokens(of.cached_device_tokens, of.cached_host_tokens, of.cached_storage_tokens)
     return wire.ResponseUsage(

@@ -55,8 +55,8 @@ def test_a_ticket_makes_it_ready() -> None:
     """Without a login: the ticket is checked, then authenticated and the limits are announced, in that order."""
     connection = opened(authenticated=False)
     assert connection.receive(wire.Authenticate("t1", event_id="e")) == [CheckTicket("t1", "e")]
-    send, announce = connection.ticket_accepted(tenant="default", role="user", event_id="e")
-    assert send.event == {"type": "connection.authenticated", "tenant": "default", "role": "user", "event_id": "e"}
+    send, announce = connection.ticket_accepted(tenant="default", role="user", token="t", event_id="e")
+    assert send.event == {"type": "connection.authenticated", "tenant": "default", "role": "user", "token": "t", "event_id": "e"}
     assert announce == Announce()
     assert connection.state is State.READY and connection.deadline_s is None
 
