@@ -1,0 +1,84 @@
+"""PURE. May this turn run? One answer from the session's limits, the context length, the device pool and the bytes by tier.
+
+Rule for the length of an answer: what the client asks for is kept or refused, never shortened; where it asks for nothing, the
+server's default is shortened to what every limit leaves, as long as that is at least one token.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore import budget
+from kvstore.geometry import Geometry, Tier
+from sessions import budgets
+from sessions.errors import LimitExceeded
+from sessions.model import Limits, Totals
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    max_output_tokens: int
+    """The most that the turn may answer."""
+    need_bytes: Mapping[Tier, int]
+    """KV bytes of the whole sequence, prompt and longest answer, on each tier; empty while the geometry is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    name: str
+    """A limit of sessions.model.Limits, context_tokens, or device_tokens (the whole pool)."""
+    limit: int
+    requested: int
+    """What the turn would have made of it, in the limit's unit."""
+    message: str
+
+
+class TurnRefused(Exception):
+    """A Refuse on its way to the client."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__(refuse.message)
+        self.refuse = refuse
+
+
+def admit(limits: Limits, totals: Totals, reserved: Totals, *, prompt_tokens: int, added_tokens: int, max_output_tokens: int | None,
+          default_output_tokens: int, images_in_message: int, geometry: Geometry | None, context_tokens: int) -> Admit | Refuse:
+    """`limits` are those in force, `totals` and `reserved` what committed and running turns used.
+
+    prompt_tokens: the whole prompt, history included; added_tokens: what this turn adds to it. Changes nothing.
+    """
+    def refusal(output_tokens: int) -> Refuse | None:
+        try:
+            budgets.check(limits, totals, reserved, added_tokens=added_tokens, max_output_tokens=output_tokens,
+                          images_in_message=images_in_message)
+        except LimitExceeded as error:
+            return Refuse(error.name, error.limit, error.requested, str(error))
+        return _fits(limits, prompt_tokens, output_tokens, geometry, context_tokens)
+
+    asked = max_output_tokens
+    if asked is None:
+        # A longer answer is never accepted where a shorter one is refused.
+        asked = max(1, bisect_left(range(1, default_output_tokens + 1), True, key=lambda tokens: refusal(tokens) is not None))
+    refused = refusal(asked)
+    if refused is not None:
+        return refused
+    return Admit(asked, budget.need(geometry, prompt_tokens + asked) if geometry else {})
+
+
+def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geometry | None, context_tokens: int) -> Refuse | None:
+    """The sequence as a whole: context, pool, bytes by tier."""
+    sequence_tokens = prompt_tokens + output_tokens
+    what = f"the prompt of {prompt_tokens} tokens and an answer of up to {output_tokens}"
+    if sequence_tokens > context_tokens:
+        return Refuse("context_tokens", context_tokens, sequence_tokens, f"{what} pass the context of {context_tokens} tokens")
+    if geometry is None:
+        return None
+    pool_pages = geometry.device_tokens // geometry.page_tokens
+    if geometry.pages(sequence_tokens) > pool_pages:
+        return Refuse("device_tokens", pool_pages * geometry.page_tokens, sequence_tokens,
+                      f"{what} can never fit into the engine's pool of {pool_pages * geometry.page_tokens} tokens")
+    over = budget.check(geometry, sequence_tokens, {
+        Tier.DEVICE: limits.device_bytes, Tier.HOST: limits.host_bytes, Tier.STORAGE: limits.storage_bytes})
+    if over is None:
+        return None
+    return Refuse(over.name, over.limit, over.requested, f"{what} need {over.requested} bytes of KV; {over.name} is {over.limit}")
