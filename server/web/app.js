@@ -196,14 +196,21 @@ function onConnection(change) {
   if (change.state !== "open") return;
   if (change.authenticated.token) rest.setToken(change.authenticated.token);
   composer.limits = change.ready.limits ?? {};
-  if (change.ready.engine) engineChanged({ engine: change.ready.engine.state, model: change.ready.engine.model });
+  const { state, ...engine } = change.ready.engine ?? {};
+  engineChanged({ engine: state, ...engine });
   refreshSessions();
   refreshStatus();
 }
 
+/** The list, and the figures that no event tells (pages that grew while the state stayed). */
 async function refreshSessions() {
+  const seen = new Map([...threads].map(([id, thread]) => [id, thread.changes]));
   try {
     sessions = await rest.sessions();
+    for (const session of sessions) {
+      const thread = threads.get(session.id);
+      if (thread && thread.changes === seen.get(session.id)) thread.refresh(session); // else events know better
+    }
     repaint();
   } catch (problem) {
     if (!(problem instanceof Refused || problem instanceof SignedOut)) throw problem;

@@ -12,7 +12,7 @@ let everOpen = false;
 
 function pill(id, name, state) {
   $(id).dataset.state = state ?? "unknown";
-  $(id).hidden = !state;
+  $(id).hidden = !state || state === "disabled";
   setText($(`${id}-word`), `${name} ${WORDS[state] ?? state ?? ""}`);
 }
 
@@ -66,6 +66,6 @@ export function engineChanged(event) {
 export function statusChanged(status) {
   engineChanged({
     engine: status.engine?.state, daemon: status.daemon?.state, model: status.engine?.model,
-    detail: status.engine?.detail || status.daemon?.detail,
+    detail: status.engine?.detail,
   });
 }

@@ -16,6 +16,12 @@ export class Thread {
     this.leaf = null;
     this.receipts = [];
     this.loaded = false;
+    this.changes = 0;
+  }
+
+  /** Take the session's figures as asked for; its turns come by events alone. */
+  refresh({ kv, used, limits, title, status }) {
+    this.session = { ...this.session, kv, used, limits, title, status };
   }
 
   /** Replace everything by a snapshot (session.resumed). */
@@ -39,6 +45,7 @@ export class Thread {
 
   /** Apply one numbered event. Returns what changed: "session", "kv", "turn:<id>", "turns", "receipt". */
   apply(event) {
+    this.changes += 1;
     switch (event.type) {
       case "session.created":
         this.loaded = true; // a new session has no history to fetch

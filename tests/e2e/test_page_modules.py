@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.support.browser import chromium
-
 if TYPE_CHECKING:
     from playwright.async_api import BrowserContext, Page
 
@@ -33,14 +31,8 @@ def files() -> Iterator[str]:
     server.shutdown()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator["BrowserContext"]:
-    async with chromium() as context:
-        yield context
-
-
 @pytest_asyncio.fixture(loop_scope="module")
-async def page(browser, files: str) -> AsyncIterator["Page"]:
+async def page(browser: "BrowserContext", files: str) -> AsyncIterator["Page"]:
     page = await browser.new_page()
     await page.goto(f"{files}/icon.svg")
     yield page
