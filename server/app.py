@@ -1,7 +1,7 @@
 """The web application: routes, static files, and what starts and stops with it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _PAGE_HEADERS = {
 
 
 def create_app(settings: Settings, *, engine: Engine | None = None, make_engine: MakeEngine | None = None,
-               daemon_command: DaemonCommand | None = None, started: Callable[[Services], Awaitable[None]] | None = None,
+               daemon_command: DaemonCommand | None = None, started: Callable[[Services], None] = lambda services: None,
                told: Callable[[dict[str, str]], None] = lambda state: None) -> FastAPI:
     """`engine`: use this one, whatever the settings say; `make_engine`: make it so, again after each death. `started` is
     called when requests are about to be served; the engine may still be starting then, and `told` of its states.
@@ -45,8 +45,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None, make_engine:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await _start(services)
         try:
-            if started is not None:
-                await started(services)
+            started(services)
             yield
         finally:
             await _stop(services)
@@ -72,6 +71,7 @@ def create_app(settings: Settings, *, engine: Engine | None = None, make_engine:
 
 async def _start(services: Services) -> None:
     await services.store.open()
+    await services.auth.open()
     await services.supervisor.start()
     services.background.spawn(services.tiers.manager.run_forever(services.settings.idle.check_s))
 

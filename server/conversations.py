@@ -49,7 +49,7 @@ class Conversations:
         return views.session(session, budgets.effective(self._defaults, session.limits), await self._used(session),
                              self._tiers.entry(session.id), busy=self._turns.running(session.id) is not None)
 
-    async def list(self, principal: Principal, *, limit: int, before: float | None) -> list[wire.SessionObject]:
+    async def page(self, principal: Principal, *, limit: int, before: float | None) -> list[wire.SessionObject]:
         found = await self._store.list(tenant_id=principal.tenant_id, limit=limit, before=before)
         return [await self.show(session) for session in found]
 

@@ -1,6 +1,5 @@
 """The parts of one running server, put together. Starts nothing; `app.py` does."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,17 +68,6 @@ def engine_config(settings: Settings, info: ModelInfo) -> EngineConfig:
 
 def context_tokens(settings: Settings, info: ModelInfo) -> int:
     return min(settings.engine.context_tokens, info.context_tokens)
-
-
-def secret(path: Path) -> bytes:
-    """The server's own secret, made at its first start; only this user can read it."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_bytes()
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(os.urandom(32))
-    return path.read_bytes()
 
 
 @dataclass(slots=True)
@@ -171,7 +159,7 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
     streams = Streams(store, replay_events=settings.server.replay_events)
     images = ImageStore(data / "images", info.rules, workers=settings.images.workers, max_bytes=settings.images.max_bytes,
                         max_pixels=settings.images.max_pixels)
-    auth = Auth(store, secret(data / "secret"), allowed_origins=settings.server.allowed_origins)
+    auth = Auth(store, settings)
     services: Services
     supervisor = Supervisor(
         settings, engine_config(settings, info), make_engine=make_engine, daemon_command=daemon_command,
@@ -179,7 +167,7 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
         ready=lambda ready: services.engine_ready(ready), down=lambda reason: services.engine_down(reason))
     policy = PlanPolicy(settings.idle.to_host_s, settings.idle.to_storage_s, settings.pressure.high, settings.pressure.low,
                         settings.engine.page_tokens)
-    tiers = Tiers(store, streams, supervisor, policy, background=background, salt_of=auth.salt_of, moved=metrics.moved)
+    tiers = Tiers(store, streams, supervisor, policy, background=background, salt_of=auth.salt, moved=metrics.moved)
     defaults = limits_of(settings.limits)
     preparer = Preparer(store, images, info, tiers, supervisor, defaults=defaults, context_tokens=context_tokens(settings, info),
                         default_output_tokens=settings.limits.default_output_tokens)

@@ -24,6 +24,8 @@ GRACEFUL_S = 10
 WS_SIZE_FACTOR = 2
 """A frame above the announced limit is refused with an error that names it, up to this many times the limit; beyond, the
 connection is closed without a word."""
+TICKET_S = 3600.0
+"""How long the ticket in the printed address can be used, once."""
 
 
 class Server(uvicorn.Server):
@@ -102,9 +104,9 @@ class Terminal:
         self._last: tuple[str, ...] = ()
         self._given = False
 
-    async def started(self, services: Services) -> None:
+    def started(self, services: Services) -> None:
         self._services = services
-        if (key := await services.auth.first_key()) is not None:
+        if (key := services.auth.first_key) is not None:
             descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(key + "\n")
@@ -120,4 +122,5 @@ class Terminal:
             say("  " + ", ".join(part for part in line if part))
         if not self._given and self._services is not None and state["engine"] in ("ready", "failed"):
             self._given = True
-            say(f"\n  open {self.address}/#ticket={self._services.auth.launch_ticket()}\n")
+            auth = self._services.auth
+            say(f"\n  open {self.address}/#ticket={auth.issue_ticket(auth.local_admin, lifetime_s=TICKET_S).ticket}\n")

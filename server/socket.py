@@ -6,7 +6,7 @@ import structlog
 from fastapi import Response, WebSocket, WebSocketDisconnect
 
 from . import codec, views, wire
-from .auth import AuthError, Principal, Role
+from .auth import AuthError, Forbidden, Principal
 from .failures import error_object
 from .outbox import Outbox
 from .protocol import (
@@ -56,7 +56,8 @@ async def _refuse_upgrade(websocket: WebSocket, services: Services) -> Response 
         if header is None:
             return None
         principal = await services.auth.bearer(header)
-        principal.require(Role.USER)
+        if not principal.may_chat:
+            raise Forbidden("this key reads metrics only")
         return principal
     except AuthError as error:
         return services.refusal(error_object(error))
