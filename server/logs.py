@@ -32,8 +32,8 @@ _PATTERNS = (
     (re.compile(rf"data:[^,\s]{{0,200}},(?:%[0-9a-fA-F]{{2}}|{_RUN}|=|{_BREAK}(?={_RUN}{{4}}))*", re.IGNORECASE), "[data url]"),
     (re.compile(r"\b(bearer|basic)\s+[^\s\"',;]+", re.IGNORECASE), r"\1 " + REDACTED),
     (re.compile(r"\br[kt]_[A-Za-z0-9_.=-]+"), REDACTED),
-    (re.compile(r"([?&#;\"' ](?:[a-z_-]*(?:token|ticket|key|secret|password)))([\"']?\s*[=:]\s*[\"']?)[^\s&#\"',;}]+", re.IGNORECASE),
-     r"\1\2" + REDACTED),
+    (re.compile(r"(?<![A-Za-z0-9])([A-Za-z_-]*(?:token|ticket|key|secret|password|authorization|cookie))([\"']?\s*[=:]\s*[\"']?)"
+                r"[^\s&#\"',;}]+", re.IGNORECASE), r"\1\2" + REDACTED),
     (re.compile(r"(input_value=).*?(, input_type=)", re.DOTALL), r"\1" + REDACTED + r"\2"),
 )
 _LONG_RUN = re.compile(rf"{_RUN}{{32,}}(?:{_BREAK}{_RUN}+)*={{0,2}}")
@@ -52,9 +52,8 @@ def configure_logging(settings: LogSettings) -> None:
     if settings.format == "console":
         last = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
-    # `redact` again for events that came through the standard library: only here are their arguments part of the text.
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[
-        structlog.stdlib.ProcessorFormatter.remove_processors_meta, redact, last]))
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta, last]))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
