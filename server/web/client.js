@@ -46,9 +46,10 @@ export class Client {
   async run() {
     this.#stopped = false;
     while (!this.#stopped) {
+      let code = null;
       try {
         this.onConnection({ state: "connecting", attempt: this.#attempt });
-        const code = await this.#connection(await this.ticket());
+        code = await this.#connection(await this.ticket());
         if (code >= 4500 && code < 5000) throw new SignedOut("The server did not accept the sign-in.");
       } catch (problem) {
         if (problem instanceof SignedOut) {
@@ -61,7 +62,7 @@ export class Client {
       if (this.#stopped) return;
       const delay = Math.min(LONGEST_DELAY_MS, FIRST_DELAY_MS * 2 ** this.#attempt) * (0.75 + Math.random() / 2);
       this.#attempt += 1;
-      this.onConnection({ state: "waiting", attempt: this.#attempt, delay_ms: delay });
+      this.onConnection({ state: "waiting", attempt: this.#attempt, delay_ms: delay, code });
       await this.#pause(delay);
     }
   }

@@ -5,6 +5,7 @@ import { $, calm, el, icon, setText } from "./dom.js";
 import { STATE_WORDS, TIERS, TIER_NAMES, bytes, count, ms, plural, receiptLine, residence, sources } from "./format.js";
 
 const MOST_CELLS = 64;
+const COLUMNS = 16; // of the grid in memory.css
 const FLYING_PAGES = 9;
 const VERB_WORDS = { spill: "Spilled", restore: "Restored", prefetch: "Prefetched", demote: "Demoted", drop: "Dropped", pin: "Pinned" };
 
@@ -44,6 +45,7 @@ export class MemoryPanel {
   #shown = new Set(); // receipts already animated
   #session = null;
   #working = null;
+  #cells = 0; // that a tier's map has
 
   /** actions: verb(name, body) -> promise of a receipt. */
   constructor(actions) {
@@ -96,7 +98,8 @@ export class MemoryPanel {
     const pages = Math.ceil(total / pageTokens);
     const each = Math.max(1, Math.ceil(pages / MOST_CELLS));
     const layout = { cells: Math.ceil(pages / each), cell_tokens: each * pageTokens };
-    setText($("residence"), residence(kv, pages));
+    setText($("residence"), this.thread.running ? "Reading and answering: its pages are being written." : residence(kv, pages));
+    this.#cells = layout.cells;
     setText($("scale"), pages ? `One square is ${each === 1 ? `a page of ${pageTokens} tokens` : `${each} pages of ${pageTokens} tokens`}.` : "");
     for (const tier of TIERS) {
       const tokens = kv[`${tier}_tokens`] ?? 0;
@@ -183,6 +186,7 @@ export class MemoryPanel {
   /** Let a few pages travel from tier to tier, so that a move is seen as one. */
   #fly(receipt) {
     if (calm() || !receipt.to || !receipt.tokens || !this.maps[receipt.to]) return;
+    const width = home.width * 0.92 * Math.min(1, this.#cells / COLUMNS);
     const origins = Object.entries(receipt.from ?? {}).filter(([tier, tokens]) => tokens > 0 && tier !== receipt.to && this.maps[tier]);
     const home = $("tiers").getBoundingClientRect();
     const to = this.maps[receipt.to].grid.getBoundingClientRect();
@@ -191,7 +195,7 @@ export class MemoryPanel {
       for (let i = 0; i < FLYING_PAGES; i += 1) {
         const page = el("i", { class: "flying", data: { tier }, "aria-hidden": "true" });
         $("tiers").append(page);
-        const x = from.left - home.left + (from.width * (i + 0.5)) / FLYING_PAGES;
+        const x = from.left - home.left + (width * (i + 0.5)) / FLYING_PAGES;
         const at = (box) => `translate(${x}px, ${box.top - home.top + box.height / 2}px)`;
         page.animate(
           [{ transform: `${at(from)} scale(1)`, opacity: 0 }, { opacity: 1, offset: 0.2 }, { opacity: 1, offset: 0.8 }, { transform: `${at(to)} scale(1)`, opacity: 0 }],

@@ -2,6 +2,7 @@
 
 import { $, setText } from "./dom.js";
 
+const RESTART = 1012; // close code
 const WORDS = { starting: "starting", ready: "ready", restarting: "restarting", failed: "failed" };
 
 let connection = "connecting";
@@ -9,6 +10,7 @@ let engine = null;
 let daemon = null;
 let detail = "";
 let everOpen = false;
+let restarting = false; // the server said so when it closed the connection
 
 function pill(id, name, state) {
   $(id).dataset.state = state ?? "unknown";
@@ -19,7 +21,8 @@ function pill(id, name, state) {
 /** One sentence for the banner; null: nothing to say. */
 function sentence() {
   if (connection === "waiting" && everOpen) {
-    return { text: "The server is restarting. Your conversations are safe; this page comes back by itself.", retry: true };
+    const what = restarting ? "The server is restarting." : "The connection was lost.";
+    return { text: `${what} Your conversations are safe; this page comes back by itself.`, retry: true };
   }
   if (connection === "waiting") return { text: "The server does not answer yet. Trying again…", retry: true };
   if (engine === "starting") return { text: "The engine is starting: the model is being loaded." };
@@ -50,6 +53,7 @@ export function connectionChanged(change) {
   if (change.state === "connecting" && connection === "waiting") return; // still waiting, as a person sees it
   connection = change.state;
   everOpen ||= connection === "open";
+  restarting = connection === "waiting" && (restarting || change.code === RESTART);
   setText($("connection-reason"), change.reason ?? "");
   paint();
 }
@@ -59,7 +63,10 @@ export function engineChanged(event) {
   engine = event.engine ?? engine;
   daemon = event.daemon ?? daemon;
   detail = event.detail ?? "";
-  if (event.model) setText($("model"), event.model);
+  if (event.model) {
+    setText($("model"), event.model.split("/").filter(Boolean).at(-1));
+    $("model").title = event.model;
+  }
   paint();
 }
 

@@ -39,10 +39,11 @@ async def chromium(*, width: int = 1360, height: int = 860, dark: bool = False) 
 
 
 class Wire:
-    """A TCP relay in front of the server. `cut` drops every connection at once; while `down`, new ones are dropped too."""
+    """A TCP relay in front of the server. `cut` drops every connection at once; while `down`, new ones are dropped too.
+    `target` may change: later connections go there."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._target = (host, port)
+        self.target = (host, port)
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -72,7 +73,7 @@ class Wire:
             writer.transport.abort()
             return
         try:
-            up_reader, up_writer = await asyncio.open_connection(*self._target)
+            up_reader, up_writer = await asyncio.open_connection(*self.target)
         except OSError:
             writer.transport.abort()
             return
