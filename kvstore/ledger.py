@@ -68,6 +68,8 @@ class Entry:
     """Running now; more than one only on different branches."""
     verb: KvVerb | None = None
     """In flight."""
+    forgotten: bool = False
+    """Only here until what still runs has ended."""
 
     @property
     def busy(self) -> bool:
@@ -154,6 +156,7 @@ class Ledger:
                      storage_tokens: int, total_tokens: int, reachable_tokens: int) -> None:
         """What was found for the owner's whole contents, asked on every tier."""
         entry = self.entry(owner)
+        entry.forgotten = False
         entry.device_tokens, entry.device_exclusive_tokens = device_tokens, device_exclusive_tokens
         entry.host_tokens, entry.storage_tokens = host_tokens, storage_tokens
         entry.total_tokens, entry.reachable_tokens = total_tokens, reachable_tokens
@@ -211,12 +214,15 @@ class Ledger:
         if entry.verb is not None:
             raise IllegalStep(f"{owner}: a turn cannot begin during {entry.verb}")
         entry.turns += 1
+        entry.forgotten = False
 
     def end_turn(self, owner: str) -> None:
-        """An owner forgotten in the middle of its turn has nothing left to end."""
+        """Raises IllegalStep where none runs."""
         entry = self._entries.get(owner)
-        if entry is not None and entry.turns:
-            entry.turns -= 1
+        if entry is None or not entry.turns:
+            raise IllegalStep(f"{owner}: no turn is running")
+        entry.turns -= 1
+        self._remove_if_over(entry)
 
     def begin_verb(self, owner: str, verb: KvVerb) -> int:
         """Returns the generation to hand to apply_receipt. Raises IllegalStep while a turn or another verb runs."""
@@ -224,16 +230,26 @@ class Ledger:
         if entry.busy or entry.verb is not None:
             raise IllegalStep(f"{owner}: {verb} cannot begin during {entry.verb or 'a turn'}")
         entry.verb = verb
+        entry.forgotten = False
         return entry.generation
 
     def end_verb(self, owner: str) -> None:
-        """As end_turn: nothing to do for an owner that was forgotten."""
-        if owner in self._entries:
-            self._entries[owner].verb = None
+        """Raises IllegalStep where none is in flight."""
+        entry = self._entries.get(owner)
+        if entry is None or entry.verb is None:
+            raise IllegalStep(f"{owner}: no verb is in flight")
+        entry.verb = None
+        self._remove_if_over(entry)
 
     def forget(self, owner: str) -> None:
-        """The owner is gone; what still runs for it will be late."""
-        self._entries.pop(owner, None)
+        """The owner is gone. What still runs for it keeps its place until it ends, and its result will be late."""
+        entry = self._entries.pop(owner, None)
+        if entry is not None and (entry.busy or entry.verb is not None):
+            self._entries[owner] = Entry(owner, self._next_generation(), turns=entry.turns, verb=entry.verb, forgotten=True)
+
+    def _remove_if_over(self, entry: Entry) -> None:
+        if entry.forgotten and not entry.busy and entry.verb is None:
+            del self._entries[entry.owner]
 
     def _next_generation(self) -> int:
         self._generations += 1

@@ -128,8 +128,8 @@ class KvManager:
         try:
             yield
         finally:
-            if owner in self.ledger:                 # else: forgotten meanwhile, and it stays so
-                self.ledger.end_turn(owner)
+            self.ledger.end_turn(owner)
+            if owner in self.ledger:                 # else it was forgotten meanwhile
                 self.ledger.touch(owner, self._clock())
                 self._hold_until_s.pop(owner, None)
                 self._tell(owner)
@@ -201,7 +201,7 @@ class KvManager:
             self._tell(owner)
 
     def _tell(self, owner: str, receipt: Receipt | None = None) -> None:
-        if owner not in self.ledger:
+        if owner not in self.ledger or self.ledger.entry(owner).forgotten:
             return
         state = self.ledger.state(owner)
         if receipt is not None or self._told.get(owner, Residency.EMPTY) is not state:
