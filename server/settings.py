@@ -1,16 +1,18 @@
 """All settings: one frozen typed tree, from TOML and the environment, parsed once. Unknown keys are refused.
 
-Order, later wins: defaults here, the TOML file (`--config`), `REKINDLE_...` variables (`REKINDLE_SERVER__PORT=9000`),
-options of the command line.
+Order, later wins: defaults here, the TOML file (`--config`), `REKINDLE_...` variables (`REKINDLE_DATA=/var/lib/rekindle`,
+`REKINDLE_SERVER__PORT=9000`), options of the command line. Where None is allowed, TOML and the environment say "none".
 """
 
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+PREFIX, DELIMITER = "REKINDLE_", "__"
 
 Bytes = int
 Tokens = int
@@ -18,6 +20,19 @@ Tokens = int
 
 class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, tree: Any) -> Any:
+        """TOML has no null."""
+        if not isinstance(tree, dict):
+            return tree
+        return {key: None if value == "none" and _allows_none(cls, key) else value for key, value in tree.items()}
+
+
+def _allows_none(part: type[BaseModel], key: str) -> bool:
+    field = part.model_fields.get(key)
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 class ServerSettings(Part):
@@ -82,6 +97,12 @@ class PressureSettings(Part):
     high: float = Field(0.90, gt=0, le=1)
     low: float = Field(0.75, gt=0, le=1)
 
+    @model_validator(mode="after")
+    def _ordered(self) -> "PressureSettings":
+        if self.low > self.high:
+            raise ValueError(f"pressure.low is {self.low}, above pressure.high, {self.high}")
+        return self
+
 
 class LimitSettings(Part):
     """Server-wide defaults; a session may ask for less, an admin may set anything. None: no ceiling."""
@@ -101,6 +122,11 @@ class ImageSettings(Part):
     max_bytes: Bytes = Field(12 << 20, ge=1)
     max_pixels: int = Field(50_000_000, ge=1)
     workers: int = Field(2, ge=1)
+    """Images decoded at once."""
+    decoding_bytes: Bytes = Field(256 << 20, ge=1 << 20)
+    """Decoded bytes in flight, at 4 a pixel; what does not fit waits."""
+    max_waiting: int = Field(64, ge=0)
+    """Images that may wait to be decoded; one more is told busy."""
 
 
 class LogSettings(Part):
@@ -109,7 +135,9 @@ class LogSettings(Part):
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="REKINDLE_", env_nested_delimiter="__")
+    """`Settings(...)` takes exactly what it is given; `load` reads file and environment."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
     data: Path = Path("data")
     server: ServerSettings = ServerSettings()
@@ -122,10 +150,16 @@ class Settings(BaseSettings):
     images: ImageSettings = ImageSettings()
     log: LogSettings = LogSettings()
 
+    @model_validator(mode="after")
+    def _fitting(self) -> "Settings":
+        if self.offload.chunk_tokens % self.engine.page_tokens:
+            raise ValueError(f"offload.chunk_tokens is {self.offload.chunk_tokens}, no multiple of engine.page_tokens, {self.engine.page_tokens}")
+        return self
+
     @classmethod
     def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
-                                   env_settings: PydanticBaseSettingsSource, **_: Any) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (env_settings, init_settings)
+                                   **_: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
 
 
 def load(config: Path | None = None, **overrides: Any) -> Settings:
@@ -133,11 +167,23 @@ def load(config: Path | None = None, **overrides: Any) -> Settings:
 
     `overrides` are nested dicts of the command line and win over everything.
     """
-    tree: dict[str, Any] = tomllib.loads(config.read_text()) if config else {}
-    settings = Settings(**tree)
-    if overrides:
-        settings = Settings.model_validate(_merge(settings.model_dump(), overrides))
-    return settings
+    tree: dict[str, Any] = {}
+    if config:
+        try:
+            tree = tomllib.loads(config.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{config}: {error}") from error
+    return Settings(**_merge(_merge(tree, _environment()), overrides))
+
+
+def _environment() -> dict[str, Any]:
+    """The variables of the tree. Those without a section may be somebody else's (REKINDLE_URL is the client's); one that names
+    a section which is not there is a mistake and raises ValueError."""
+    for name in os.environ:
+        section = name.removeprefix(PREFIX).partition(DELIMITER)[0].lower()
+        if name.startswith(PREFIX) and DELIMITER in name and section not in Settings.model_fields:
+            raise ValueError(f"{name}: there is no section {section}")
+    return EnvSettingsSource(Settings, env_prefix=PREFIX, env_nested_delimiter=DELIMITER)()
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ ceilings = st.none() | st.integers(1, 5000)
 def test_the_clamp_is_the_longest_answer_that_is_accepted(limits, totals, history, added, images):
     """For any limits: the clamped length is accepted when asked for, the next longer is refused (or the default was reached),
     and where the clamp refuses, so does every length."""
-    kwargs = dict(limits=limits, totals=totals, prompt=history + added, added=added, images=images)
+    kwargs = {"limits": limits, "totals": totals, "prompt": history + added, "added": added, "images": images}
     answer = ask(**kwargs)
     if isinstance(answer, Refuse):
         assert answer.requested > answer.limit

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import auth as module
-from server.auth import Auth, AuthError, OriginRefused, PageTokens, Role, Tickets, key_hash, origin_allowed, principal, salt_of
+from server.auth import (
+    Auth,
+    AuthError,
+    OriginRefused,
+    PageTokens,
+    Role,
+    Tickets,
+    key_hash,
+    origin_allowed,
+    principal,
+    salt_of,
+)
 from server.settings import Settings
 from sessions.memory import MemoryStore
 
