@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from . import http, ops, socket, wire
 from .engines.base import Engine
+from .modelinfo import ModelInfo
 from .runtime import Services, build
 from .settings import Settings
 from .supervisor import DaemonCommand, MakeEngine
@@ -32,13 +33,13 @@ _PAGE_HEADERS = {
 
 def create_app(settings: Settings, *, engine: Engine | None = None, make_engine: MakeEngine | None = None,
                daemon_command: DaemonCommand | None = None, started: Callable[[Services], None] = lambda services: None,
-               told: Callable[[dict[str, str]], None] = lambda state: None) -> FastAPI:
+               told: Callable[[dict[str, str]], None] = lambda state: None, info: ModelInfo | None = None) -> FastAPI:
     """`engine`: use this one, whatever the settings say; `make_engine`: make it so, again after each death. `started` is
     called when requests are about to be served; the engine may still be starting then, and `told` of its states.
     Raises ModelError."""
     if engine is not None:
         make_engine = lambda config, on_exit: engine
-    services = build(settings, make_engine=make_engine, daemon_command=daemon_command)
+    services = build(settings, make_engine=make_engine, daemon_command=daemon_command, info=info)
     services.told = told
 
     @asynccontextmanager

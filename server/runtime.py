@@ -149,12 +149,12 @@ class Services:
 
 
 def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_command: DaemonCommand | None = None,
-          store: SessionStore | None = None) -> Services:
-    """Raises ModelError."""
+          info: ModelInfo | None = None) -> Services:
+    """`info`: the model's facts, where they were read already. Raises ModelError."""
     data = settings.data
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    info = modelinfo.read(model_folder(settings), settings.model.revision)
-    store = store or SqliteStore(data / "sessions.db")
+    info = info or modelinfo.read(model_folder(settings), settings.model.revision)
+    store = SqliteStore(data / "sessions.db")
     metrics, background = Metrics(), Background()
     streams = Streams(store, replay_events=settings.server.replay_events)
     images = ImageStore(data / "images", info.rules, workers=settings.images.workers, max_bytes=settings.images.max_bytes,

@@ -1,6 +1,7 @@
 """The whole server on the scripted engine: real uvicorn on a free port, in the test's own event loop."""
 
 import asyncio
+import functools
 import io
 import json
 import socket
@@ -14,12 +15,13 @@ import httpx
 import websockets.asyncio.client
 from PIL import Image
 
+from server import modelinfo
 from server.app import create_app
 from server.auth import Role
 from server.client import Client, connect
 from server.engines.config import EngineConfig
 from server.engines.scripted import ScriptedConfig, ScriptedEngine
-from server.runtime import Services
+from server.runtime import Services, model_folder
 from server.serving import Server, uvicorn_config
 from server.settings import Settings, load
 
@@ -143,6 +145,9 @@ def png(color: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (11
     return file.getvalue()
 
 
+model = functools.cache(modelinfo.read)
+
+
 @asynccontextmanager
 async def running(data: Path, config: ScriptedConfig | None = None, **overrides: Any) -> AsyncIterator[Running]:
     """`overrides`: settings, nested. The engine is ready when this is entered, unless its script refuses to start."""
@@ -157,7 +162,7 @@ async def running(data: Path, config: ScriptedConfig | None = None, **overrides:
         engines.append(ScriptedEngine(config, on_exit))
         return engines[-1]
 
-    app = create_app(settings, make_engine=make)
+    app = create_app(settings, make_engine=make, info=model(model_folder(settings)))
     services: Services = app.state.services
     listening = socket.create_server(("127.0.0.1", 0))
     server = Server(uvicorn_config(settings, app), services)
