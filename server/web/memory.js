@@ -9,6 +9,8 @@ const COLUMNS = 16; // of the grid in memory.css
 const FLYING_PAGES = 9;
 const VERB_WORDS = { spill: "Spilled", restore: "Restored", prefetch: "Prefetched", demote: "Demoted", drop: "Dropped", pin: "Pinned" };
 
+const fromBelow = ({ cached_tokens_details: from }) => (from?.host ?? 0) + (from?.storage ?? 0) > 0;
+
 /** One tier's copy of the conversation: a cell per page (or per run of pages), at the same place on every tier. */
 class TierMap {
   #cells = [];
@@ -130,7 +132,7 @@ export class MemoryPanel {
     $("usage-legend").replaceChildren(...sources(usage).filter((part) => part.tokens > 0).map((part) => el("li", { data: { tier: part.tier } },
       el("span", { class: "swatch" }), TIER_NAMES[part.tier], el("b", {}, count(part.tokens)))));
     const facts = [
-      ["First word", ms(usage.ttft_ms)], ["Restore", usage.restore_ms ? ms(usage.restore_ms) : "none needed"],
+      ["First word", ms(usage.ttft_ms)], ["Restore", fromBelow(usage) ? ms(usage.restore_ms) : "none needed"],
       ["Prompt", plural(usage.input_tokens, "token")], ["Answer", plural(usage.output_tokens, "token")],
       ["Pictures", usage.image_tokens ? plural(usage.image_tokens, "token") : "none"],
     ];
@@ -186,9 +188,9 @@ export class MemoryPanel {
   /** Let a few pages travel from tier to tier, so that a move is seen as one. */
   #fly(receipt) {
     if (calm() || !receipt.to || !receipt.tokens || !this.maps[receipt.to]) return;
-    const width = home.width * 0.92 * Math.min(1, this.#cells / COLUMNS);
     const origins = Object.entries(receipt.from ?? {}).filter(([tier, tokens]) => tokens > 0 && tier !== receipt.to && this.maps[tier]);
     const home = $("tiers").getBoundingClientRect();
+    const width = home.width * 0.92 * Math.min(1, this.#cells / COLUMNS);
     const to = this.maps[receipt.to].grid.getBoundingClientRect();
     for (const [tier] of origins) {
       const from = this.maps[tier].grid.getBoundingClientRect();

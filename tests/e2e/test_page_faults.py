@@ -36,15 +36,14 @@ async def test_the_engine_dies_in_mid_answer(tmp_path) -> None:
         await chat.ask("Remember this")
         await chat.say("one two three four five six seven eight nine ten " * 3)
         await expect(chat.page.locator(".answer-text.streaming")).to_be_visible()
-        server.config.start_error = "kept away by the test"
+        await chat.watch_banner()
         server.engine.die("the test says so")
         await chat.answer()
         assert await chat.status() == "failed"
-        await expect(chat.page.locator("#banner")).to_be_visible()
         await chat.shot("engine-died")
-        server.config.start_error = ""
         server.config.token_delay_s = 0.0
         await expect(chat.page.locator("#banner")).to_be_hidden()
+        assert "The engine is restarting" in await chat.banners()
         await chat.page.locator(".turn .note .button").click()
         await expect(chat.turn()).to_have_attribute("data-status", "completed")
         assert [said.strip()[:8] for said, _ in await chat.conversation()] == ["Remember", "one two "]

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 
 from playwright.async_api import Locator, Page, expect
 
-from tests.support.browser import shots_folder
+from tests.support.browser import PATIENCE_MS, shots_folder
 
-SETTLED = '[data-status="completed"], [data-status="incomplete"], [data-status="cancelled"], [data-status="failed"]'
+expect.set_options(timeout=PATIENCE_MS)
+
+WATCH_BANNER = """() => {
+  window.bannersSeen = [];
+  const banner = document.querySelector("#banner");
+  const note = () => { if (!banner.hidden) window.bannersSeen.push(document.querySelector("#banner-text").textContent); };
+  new MutationObserver(note).observe(banner, { attributes: true, childList: true, characterData: true, subtree: true });
+}"""
 
 DROP = """({name, base64, target}) => {
   const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
@@ -122,6 +129,14 @@ class ChatPage:
         return out
 
     # ---- looking
+    async def watch_banner(self) -> None:
+        """From now on every banner is noted, however short it is shown."""
+        await self.page.evaluate(WATCH_BANNER)
+
+    async def banners(self) -> str:
+        """What the banners said since `watch_banner`."""
+        return "\n".join(await self.page.evaluate("window.bannersSeen"))
+
     async def overflow_px(self) -> int:
         """How far the page is wider than its window."""
         return await self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
