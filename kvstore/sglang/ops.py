@@ -134,17 +134,23 @@ class SessionOps:
         yield from self._settled(owner)
         self.unpin(owner)
         keys = [self.cache.key(s.tokens, s.salt) for s in sequences]
+        on_device = [self.cache.match(key)[0].numel() for key in keys]
         shared = [self.cache.shared_prefix_tokens(owner, key) for key in keys]
         freed, kept = self.cache.release(owner)
-        source = Counter({"device": freed})
+        source = Counter({"device": freed})          # a token that was on several tiers counts once, as of the uppermost
         if self.client is not None:
-            for sequence, key, shared_tokens in zip(sequences, keys, shared, strict=True):
+            client = self._transfers.daemon()
+            for sequence, key, shared_tokens, above in zip(sequences, keys, shared, on_device, strict=True):
                 tokens = list(key.token_ids)
-                first = -(-max(shared_tokens, sequence.private_from) // self.client.chunk_tokens)
-                chunks = range(first, len(tokens) // self.client.chunk_tokens)
-                answer = yield self._transfers.daemon().delete(tokens, sequence.salt, chunks, ["host", "storage"])
-                source.update({tier: answer[tier] * self.client.chunk_tokens for tier in ("host", "storage")})
-        return {"source": {tier: n for tier, n in source.items() if n}, "target": None, "tokens": max(source.values()), "kept": kept}
+                where = yield client.where(tokens, sequence.salt)
+                first = -(-max(shared_tokens, sequence.private_from) // client.chunk_tokens)
+                doomed = [i for i in range(first, len(where)) if where[i] != "-"]
+                yield client.delete(tokens, sequence.salt, doomed, ["host", "storage"])
+                for i in doomed:
+                    if i * client.chunk_tokens >= above:
+                        source["storage" if where[i] == "s" else "host"] += client.chunk_tokens
+        source = {tier: n for tier, n in source.items() if n}
+        return {"source": source, "target": None, "tokens": sum(source.values()), "kept": kept}
 
     def restore(self, owner: str, sequence: Branch) -> Operation:
         """Bring back what is below of the sequence's longest stored prefix. Loads nothing that is on the device."""
@@ -182,7 +188,7 @@ class SessionOps:
             for _, node in nodes:
                 self.cache.inc_lock_ref(node)
             self._pins[owner] = (until, [node for _, node in nodes])
-        return {"source": {}, "target": "device", "tokens": pinned}
+        return {"source": {"device": pinned} if pinned else {}, "target": "device", "tokens": pinned}
         yield                                        # an operation like the others, though it never waits
 
     def unpin(self, owner: str) -> None:

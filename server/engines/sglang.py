@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore.lmcache import daemon
 from kvstore.receipt import KvVerb, Outcome, Receipt
-from kvstore.sglang import compat
+from kvstore.sglang import compat, stubs
 from kvstore.sglang.config import PluginConfig, publish
 from kvstore.sglang.images import ImageRecord, ImageRecords, VisionFiles, padded
 
@@ -74,7 +74,10 @@ class SGLangEngine:
             raise EngineStartError(str(error)) from error
         publish(PluginConfig(fingerprint=config.fingerprint, vision_folder=config.vision_folder,
                              offload_url=config.offload_url, chunk_tokens=config.chunk_tokens, timeout_s=config.offload_timeout_s))
-        os.environ |= daemon.environment()           # LMCache's client side, in the processes spawned from here
+        os.environ |= daemon.environment()           # for LMCache's client side, in the processes spawned from here
+        if config.device == "cpu":
+            os.environ |= stubs.environment()
+            stubs.install()
         listen(Progress(stage="engine", detail=f"loading SGLang with {config.model_path}"))
         import sglang
 
@@ -118,7 +121,8 @@ class SGLangEngine:
             channel = getattr(self._manager, "rekindle", None)
             if channel is None:
                 raise compat.Incompatible("the command channel was not installed in the front process")
-            answer = await asyncio.wait_for(channel.call("probe"), 30)
+            await asyncio.wait_for(channel.call("probe"), 30)
+            answer = await asyncio.wait_for(channel.call("probe"), 30)     # by now a whole step has passed, and its hook with it
             hooks |= compat.prove("scheduler", answer["applied"])
             if answer["cache"] != "SessionRadixCache" or answer["polls"] < 1:
                 raise compat.Incompatible(f"the scheduler runs {answer['cache']} with {answer['polls']} polls")
@@ -182,7 +186,7 @@ class SGLangEngine:
     async def _stream(self, turn: Generate, restored: Receipt | None, began: float, restore_ms: float) -> AsyncIterator[TurnEvent]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        content, sampling, sent, first_s = turn.content, turn.sampling, 0, 0.0
+        content, sampling, sent, first_s, last = turn.content, turn.sampling, 0, 0.0, None
         parameters = {"max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
                       "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": sampling.ignore_eos}
         if sampling.seed is not None:
@@ -201,7 +205,7 @@ class SGLangEngine:
                 if len(ids) > sent:
                     first_s = first_s or time.monotonic()
                     yield Delta(turn_id=turn.turn_id, token_ids=list(ids[sent:]))
-                    sent = len(ids)
+                    sent, last = len(ids), ids[-1]
         except ValueError as error:
             code = "images_missing" if "images_missing" in str(error) else "engine_refused"
             yield Failed(turn_id=turn.turn_id, code=code, message=str(error), retryable=code == "images_missing")
@@ -211,6 +215,8 @@ class SGLangEngine:
         if kind == "abort" and turn.turn_id not in self._aborted:
             yield Failed(turn_id=turn.turn_id, code="engine_refused", message=reason.get("message", "aborted"), retryable=False)
             return
+        if kind == "length" and not sampling.ignore_eos and last in sampling.stop_token_ids:
+            kind = "stop"                            # it ended where the limit was, but it did end
         yield self._finished(turn, kind, meta, sent, restored, began, restore_ms, first_s)
 
     def _finished(self, turn: Generate, reason: str, meta: dict, sent: int, restored: Receipt | None, began: float,
