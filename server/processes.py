@@ -26,13 +26,15 @@ class LogFile:
 
     def __init__(self, path: Path, max_bytes: int = 8 << 20) -> None:
         self.path, self._max_bytes = path, max_bytes
+        self._at_line_end = True
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, data: bytes) -> None:
-        if data.endswith(b"\n") and self.path.exists() and self.path.stat().st_size > self._max_bytes:
+        if self._at_line_end and self.path.exists() and self.path.stat().st_size > self._max_bytes:
             self.path.replace(self.path.with_suffix(self.path.suffix + ".1"))
         with self.path.open("ab") as file:
             file.write(data)
+        self._at_line_end = data.endswith(b"\n")
 
     def tail(self, lines: int = 20, max_bytes: int = 16384) -> str:
         if not self.path.exists():

@@ -162,11 +162,11 @@ class Supervisor:
             up()
             return await died
         finally:
-            served, self._engine = self._engine is not None, None
+            self._engine = None
             await engine.close()
             sweep_shm()
-            if served:
-                self._on_down(died.result() if died.done() and not died.cancelled() else "the server stops")
+            if died.done() and not died.cancelled():     # else it never served, or the server stops
+                self._on_down(died.result())
 
     def _said(self, message: Ledger | Pressure | Progress) -> None:
         if isinstance(message, Progress):

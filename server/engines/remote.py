@@ -93,7 +93,7 @@ class RemoteEngine:
             self._child = await Child.spawn("engine", [*self._argv, "--socket", str(path)], run_folder=self._run_folder,
                                             log=self._log_file, env=self._env)
             async with asyncio.timeout(self._timeouts.start_s):
-                ready = await self._become_ready(self._child, connected)
+                link, ready = await self._become_ready(self._child, connected)
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
@@ -103,20 +103,21 @@ class RemoteEngine:
             server.close()
             path.unlink(missing_ok=True)
         self._down = ""
-        self._living = asyncio.create_task(self._live(self._channel, self._child), name="engine channel")
+        self._living = asyncio.create_task(self._live(link, self._child), name="engine channel")
         return ready
 
-    async def _become_ready(self, child: Child, connected: "asyncio.Future[Channel]") -> Ready:
+    async def _become_ready(self, child: Child, connected: "asyncio.Future[Channel]") -> tuple[Channel, Ready]:
         exited = asyncio.create_task(child.wait())
+        either: set[asyncio.Future[Any]] = {exited, connected}
         try:
-            await asyncio.wait({exited, connected}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not connected.done():
                 raise EngineUnavailable(f"the worker exited with {exited.result()} before it connected")
-            self._channel = connected.result()
+            link = self._channel = connected.result()
             while True:
-                match await self._channel.receive():
+                match await link.receive():
                     case Ready() as ready:
-                        return ready
+                        return link, ready
                     case Dead() as dead:
                         raise EngineStartError(dead.message)
                     case message:

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
@@ -97,7 +98,8 @@ class ScriptedEngine:
             moved = receipt.source if receipt else {}
             cached = Cached(device=found - sum(moved.values()), host=moved.get(Tier.HOST, 0), storage=moved.get(Tier.STORAGE, 0))
             self._changed()
-            first_s, reason = begun_s, "length"
+            first_s = begun_s
+            reason: Literal["stop", "length", "abort"] = "length"
             for token in answer(turn):
                 await asyncio.sleep(self.config.token_delay_s)
                 if self._generated == self.config.die_after_tokens:
@@ -239,7 +241,7 @@ def answer(turn: Generate) -> Iterator[int]:
     """What the engine says, up to max_new_tokens."""
     sampling = turn.sampling
     text = last_user_text(turn.content, sampling.stop_token_ids) or list(sampling.stop_token_ids[:1]) or [0]
-    whole = itertools.cycle(text)
+    whole: Iterator[int] = itertools.cycle(text)
     if sampling.stop_token_ids and not sampling.ignore_eos:
         whole = itertools.chain(text, sampling.stop_token_ids[:1])
     return itertools.islice(whole, sampling.max_new_tokens)

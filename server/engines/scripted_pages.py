@@ -181,18 +181,15 @@ class Pages:
 
     def drop(self, session: str) -> Moved:
         """Take the session off every page on every tier; a page that nobody owns any more goes."""
-        moved, shared = Moved(), set()
+        moved, shared = Moved(), set[Key]()
         for tier in Tier:
-            pages = self.device if tier is Tier.DEVICE else self.lower[tier]
-            for key, page in list(pages.items()):
-                owners = page.owners if isinstance(page, Page) else page
-                if session not in owners:
-                    continue
-                owners.discard(session)
-                if owners:
+            holders = {key: page.owners for key, page in self.device.items()} if tier is Tier.DEVICE else self.lower[tier]
+            for key in [key for key, owners in holders.items() if session in owners]:
+                holders[key].discard(session)
+                if holders[key]:
                     shared.add(key)
                 else:
-                    del pages[key]
+                    del (self.device if tier is Tier.DEVICE else holders)[key]
                     moved.add(tier, key)
         moved.shared_kept = len(shared)
         self.pinned_until_s.pop(session, None)
