@@ -171,8 +171,8 @@ def _explain(error: ValidationError, event_id: str | None) -> BadFrame:
     others = [e["loc"][:-1] for e in errors if e["type"] == "literal_error" and e["loc"][-1] == "type"]
     fitting = [e for e in errors if not any(e["loc"][:len(other)] == other for other in others)]
     if not fitting:
-        path = ".".join(_path(errors[0]["loc"][:-2])) + ".type" if others else "type"
-        return BadFrame("unknown_type", f"{path} is not one that the protocol knows", path, event_id)
+        part = ".".join((*_path(others[0][:-1]), "type"))
+        return BadFrame("unknown_type", f"{part} is not one that the protocol knows", part, event_id)
     first = fitting[0]
     path = ".".join(_path(first["loc"])) or None
     match first["type"]:
@@ -181,8 +181,8 @@ def _explain(error: ValidationError, event_id: str | None) -> BadFrame:
         case "missing":
             return BadFrame("missing_field", f"{path} is missing", path, event_id)
         case "union_tag_invalid" | "union_tag_not_found":
-            path = ".".join((*_path(first["loc"]), "type"))
-            return BadFrame("unknown_type", f"{path} is not one that the protocol knows", path, event_id)
+            tag = ".".join((*_path(first["loc"]), "type"))
+            return BadFrame("unknown_type", f"{tag} is not one that the protocol knows", tag, event_id)
         case kind:
             expected = kind.removesuffix("_type").removesuffix("_parsing").replace("_", " ")
             return BadFrame("wrong_type", f"{path or 'the body'} is not of the right type (expected: {expected})", path, event_id)

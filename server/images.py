@@ -272,7 +272,7 @@ class ImageStore:
             raw = json.loads((self.folder / f"{digest}.json").read_bytes())
         except FileNotFoundError:
             return None
-        return Sidecar(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+        return Sidecar(raw["width"], raw["height"], raw["bytes"], raw["media_type"], tuple(raw["notes"]), tuple(raw["tenants"]))
 
     def _visible(self, tenant_id: str, digest: str) -> Sidecar:
         sidecar = self._sidecar(digest) if _DIGEST.fullmatch(digest) else None

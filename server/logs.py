@@ -15,6 +15,8 @@ from .settings import LogSettings
 
 OURS = ("server", "sessions", "kvstore", "__main__")
 """Loggers that follow the level set; what other libraries log below WARNING could hold whole frames."""
+_NOTES = ("_record", "_from_structlog")
+"""structlog's own, taken off before rendering."""
 MAX_CHARS = 4000
 MAX_ITEMS = 20
 REDACTED = "[redacted]"
@@ -69,7 +71,7 @@ def bind(**ids: str) -> None:
 def redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """structlog processor: no contents, no credentials, nothing that looks like base64."""
     for key in list(event):
-        if not key.startswith("_"):                         # structlog's own notes, taken off before rendering
+        if key not in _NOTES:
             event[key] = _clean_key(key, event[key]) if key != "event" else clean(event[key])
     return event
 

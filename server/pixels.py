@@ -197,7 +197,7 @@ def _to_rgb(image: Image.Image, notes: list[str]) -> Image.Image:
         image = _from_16_bit(image, notes)
     if image.has_transparency_data:
         rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        if rgba.getextrema()[3][0] < 255:
+        if rgba.getchannel("A").getextrema() != (255, 255):
             notes.append("transparency laid on white")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         white.alpha_composite(rgba)
@@ -214,7 +214,7 @@ def _from_16_bit(image: Image.Image, notes: list[str]) -> Image.Image:
     if image.mode == "F":
         raise ImageRefused("image_mode_unsupported", "images of floating-point pixels are not accepted: they have no white")
     wide = image.convert("I")
-    low, high = wide.getextrema()
+    low, high = map(int, wide.getextrema())  # type: ignore[arg-type]  # of one band: two numbers
     if low < 0 or high > 0xFFFF:
         raise ImageRefused("image_mode_unsupported", "images of 32-bit pixels are not accepted", 0xFFFF, high)
     notes.append("16 bits reduced to 8")

@@ -37,17 +37,17 @@ def _allows_none(part: type[BaseModel], key: str) -> bool:
 
 class ServerSettings(Part):
     host: str = "127.0.0.1"
-    port: int = Field(8080, ge=0, le=65535)
+    port: int = Field(default=8080, ge=0, le=65535)
     """0 takes a free one and prints it."""
     allowed_origins: tuple[str, ...] = ()
     """Besides the server's own. Scheme, host and port are compared whole."""
-    frame_bytes: Bytes = Field(16 << 20, ge=1024)
-    heartbeat_s: float = Field(20, gt=0)
-    grace_s: float = Field(10, ge=0)
+    frame_bytes: Bytes = Field(default=16 << 20, ge=1024)
+    heartbeat_s: float = Field(default=20, gt=0)
+    grace_s: float = Field(default=10, ge=0)
     """How long a turn outlives its last watching socket."""
-    replay_events: int = Field(4096, ge=1)
+    replay_events: int = Field(default=4096, ge=1)
     """Events kept per session for a lossless resume."""
-    outbox_events: int = Field(1024, ge=1)
+    outbox_events: int = Field(default=1024, ge=1)
     """Events buffered for one socket; a reader that stays behind is detached and resumes by seq."""
 
 
@@ -61,12 +61,12 @@ class ModelSettings(Part):
 class EngineSettings(Part):
     kind: Literal["sglang", "scripted"] = "sglang"
     device: Literal["cpu", "cuda"] = "cpu"
-    context_tokens: Tokens = Field(8192, ge=64)
-    device_tokens: Tokens | None = Field(16384, ge=64)
+    context_tokens: Tokens = Field(default=8192, ge=64)
+    device_tokens: Tokens | None = Field(default=16384, ge=64)
     """Size of the device pool; None lets the engine take what its memory fraction gives."""
-    page_tokens: Tokens = Field(16, ge=1)
-    max_running_turns: int = Field(4, ge=1)
-    start_timeout_s: float = Field(600, gt=0)
+    page_tokens: Tokens = Field(default=16, ge=1)
+    max_running_turns: int = Field(default=4, ge=1)
+    start_timeout_s: float = Field(default=600, gt=0)
     extra_args: dict[str, Any] = {}
     """Further SGLang server arguments, by their names there."""
 
@@ -75,27 +75,27 @@ class OffloadSettings(Part):
     """The LMCache daemon: host and storage tiers."""
 
     enabled: bool = True
-    chunk_tokens: Tokens = Field(16, ge=1)
+    chunk_tokens: Tokens = Field(default=16, ge=1)
     """LMCache's unit, a multiple of the page. What is beyond the last whole chunk is recomputed after a spill."""
-    host_gb: float = Field(1.0, gt=0)
-    storage_gb: float = Field(8.0, gt=0)
-    timeout_s: float = Field(3.0, gt=0)
+    host_gb: float = Field(default=1.0, gt=0)
+    storage_gb: float = Field(default=8.0, gt=0)
+    timeout_s: float = Field(default=3.0, gt=0)
     """The longest that one call to the daemon may take before it counts as gone."""
 
 
 class IdleSettings(Part):
     """A session without a running turn is spilled after these times since its last token; None: never."""
 
-    to_host_s: float | None = Field(120, gt=0)
-    to_storage_s: float | None = Field(900, gt=0)
-    check_s: float = Field(1.0, gt=0)
+    to_host_s: float | None = Field(default=120, gt=0)
+    to_storage_s: float | None = Field(default=900, gt=0)
+    check_s: float = Field(default=1.0, gt=0)
 
 
 class PressureSettings(Part):
     """Share of the device pool in use at which idle sessions are spilled, and down to which."""
 
-    high: float = Field(0.90, gt=0, le=1)
-    low: float = Field(0.75, gt=0, le=1)
+    high: float = Field(default=0.90, gt=0, le=1)
+    low: float = Field(default=0.75, gt=0, le=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> "PressureSettings":
@@ -107,25 +107,25 @@ class PressureSettings(Part):
 class LimitSettings(Part):
     """Server-wide defaults; a session may ask for less, an admin may set anything. None: no ceiling."""
 
-    max_turns: int | None = Field(200, ge=1)
-    tokens_per_session: Tokens | None = Field(None, ge=1)
-    tokens_per_turn: Tokens | None = Field(None, ge=1)
-    images_per_message: int | None = Field(8, ge=0)
-    device_bytes: Bytes | None = Field(None, ge=1)
-    host_bytes: Bytes | None = Field(None, ge=1)
-    storage_bytes: Bytes | None = Field(None, ge=1)
-    default_output_tokens: Tokens = Field(256, ge=1)
+    max_turns: int | None = Field(default=200, ge=1)
+    tokens_per_session: Tokens | None = Field(default=None, ge=1)
+    tokens_per_turn: Tokens | None = Field(default=None, ge=1)
+    images_per_message: int | None = Field(default=8, ge=0)
+    device_bytes: Bytes | None = Field(default=None, ge=1)
+    host_bytes: Bytes | None = Field(default=None, ge=1)
+    storage_bytes: Bytes | None = Field(default=None, ge=1)
+    default_output_tokens: Tokens = Field(default=256, ge=1)
     """Where a turn does not say max_output_tokens."""
 
 
 class ImageSettings(Part):
-    max_bytes: Bytes = Field(12 << 20, ge=1)
-    max_pixels: int = Field(50_000_000, ge=1)
-    workers: int = Field(2, ge=1)
+    max_bytes: Bytes = Field(default=12 << 20, ge=1)
+    max_pixels: int = Field(default=50_000_000, ge=1)
+    workers: int = Field(default=2, ge=1)
     """Images decoded at once."""
-    decoding_bytes: Bytes = Field(256 << 20, ge=1 << 20)
+    decoding_bytes: Bytes = Field(default=256 << 20, ge=1 << 20)
     """Decoded bytes in flight, at 4 a pixel; what does not fit waits."""
-    max_waiting: int = Field(64, ge=0)
+    max_waiting: int = Field(default=64, ge=0)
     """Images that may wait to be decoded; one more is told busy."""
 
 
@@ -158,7 +158,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
-                                   **_: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+                                   *_: Any, **__: Any) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
 
 

@@ -7,7 +7,7 @@ token and never needs rendering again. That is possible for append-only template
 import datetime
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -64,7 +64,7 @@ def learn(tokenizer: Tokenizer, source: str, variables: Mapping[str, Any], image
     """
     template = _compile(source)
 
-    def render(*messages: tuple[str, list[str | None]]) -> str:
+    def render(*messages: tuple[str, Sequence[str | None]]) -> str:
         """A message is its role and its parts; None is an image. Text models get plain strings."""
         rendered = [{"role": role, "content": _content(parts, image_token_id is not None)} for role, parts in messages]
         try:
@@ -116,7 +116,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _content(parts: list[str | None], as_parts: bool) -> Any:
+def _content(parts: Sequence[str | None], as_parts: bool) -> Any:
     if not as_parts:
         return "".join(part for part in parts if part)
     return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
@@ -139,7 +139,7 @@ def _require_equal(rendered: str, composed: str) -> None:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks answers for training; here it is transparent."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
