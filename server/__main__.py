@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from . import settings as settings_module
 from .client.errors import RekindleError
@@ -29,9 +30,13 @@ def load(config: Path | None, **overrides: Any) -> settings_module.Settings:
     """Exits with a message that names the wrong key."""
     try:
         return settings_module.load(config, **overrides)
+    except ValidationError as error:
+        wrong = [f"  {'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors(include_input=False)]
+        problem = "\n" + "\n".join(wrong)
     except (ValueError, OSError) as error:
-        typer.echo(f"the configuration is not valid: {error}", err=True)
-        raise typer.Exit(CONFIG_ERROR) from None
+        problem = str(error)
+    typer.echo(f"the configuration is not valid: {problem}", err=True)
+    raise typer.Exit(CONFIG_ERROR)
 
 
 @app.command()

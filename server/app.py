@@ -99,11 +99,13 @@ def _refusal(request: Request, status: int, code: str, message: str) -> Response
     return services.refusal(wire.ErrorObject(kind, code, message), status)
 
 
-async def _http_error(request: Request, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
     return _refusal(request, error.status_code, {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
                     str(error.detail))
 
 
-async def _invalid(request: Request, error: RequestValidationError) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return _refusal(request, 400, "parameter_invalid", f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")

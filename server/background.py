@@ -14,14 +14,14 @@ class Background:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, name=getattr(work, "__qualname__", "background"))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("background_failed", work=task.get_coro().__qualname__, exc_info=task.exception())
+            log.error("background_failed", work=task.get_name(), exc_info=task.exception())
 
     async def close(self) -> None:
         """Cancel what still runs and wait for it."""

@@ -125,8 +125,9 @@ class Conversations:
     async def _end(self, session: Session, write: Callable[[], Any], origin: Origin | None = None) -> None:
         await self._turns.bar(session.id)
         try:
-            await self._tiers.forget(session)
+            await self._tiers.drop(session)
             await write()
+            self._tiers.forget(session.id)
         finally:
             self._turns.unbar(session.id)
         self._streams.publish(session.id, wire.event("session.closed"), origin)

@@ -1,9 +1,11 @@
 """The REST side: sessions, pages, files, tickets. One error shape: {"error": ErrorObject}. See `ops.py` for health and figures."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Annotated, Any, Literal
 
+import structlog
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.routing import APIRoute
@@ -22,18 +24,27 @@ from .runtime import Services
 from .streams import Event
 from .turns import Answered
 
+log = structlog.get_logger(__name__)
+
 _MULTIPART_SPARE_BYTES = 64 << 10
 _POLL_S = 1.0
 MAX_PIN_S = 7 * 24 * 3600.0
 
 
 class Route(APIRoute):
-    """Whatever a handler raises becomes the one error shape."""
+    """Whatever a handler raises becomes the one error shape; every request is logged, without its query."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            began_s = time.perf_counter()
+            answered = await answer_to(request)
+            log.info("request", method=request.method, path=request.url.path, status=answered.status_code,
+                     ms=round((time.perf_counter() - began_s) * 1e3, 1))
+            return answered
+
+        async def answer_to(request: Request) -> Response:
             try:
                 return await handler(request)
             except Exception as error:                   # noqa: BLE001 - whatever it is becomes the answer
@@ -168,6 +179,7 @@ async def respond(session_id: str, request: Request, services: S, principal: Who
                 raise run.error
     finally:
         services.streams.detach(session_id, waiting)
+    assert response is not None                          # an end without a response was raised above
     text = "".join(part.text for message in response.output for part in message.content)
     return answer(codec.plain(response) | {"output_text": text, "session_id": session_id})
 
@@ -222,7 +234,7 @@ async def upload(request: Request, services: S, principal: Who) -> Response:
 
 
 async def _form_file(request: Request, raw: bytes) -> bytes:
-    async def parts() -> AsyncIterator[bytes]:
+    async def parts() -> AsyncGenerator[bytes, None]:
         yield raw
     try:
         form = await MultiPartParser(request.headers, parts()).parse()

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sessions.budgets import Book
 from sessions.lifecycle import TURN, Machine, TurnEvent, TurnState
-from sessions.model import Session
+from sessions.model import Session, Turn
 
-from . import wire
+from . import views, wire
 from .engines import channel
 from .streams import Origin
 
@@ -77,6 +77,16 @@ class Run:
     aborting: "asyncio.Task[None] | None" = None
     progress: "asyncio.Task[None] | None" = None
     _grace: asyncio.TimerHandle | None = None
+
+    @property
+    def receipt(self) -> dict[str, Any] | None:
+        """Of the restore that this turn needed."""
+        return self.finished.receipt.to_wire() if self.finished is not None and self.finished.receipt is not None else None
+
+    def usage(self, turn: Turn, kv_bytes: wire.KvBytes) -> wire.ResponseUsage:
+        timings = self.finished.timings if self.finished is not None else channel.Timings()
+        return views.usage(turn.usage, kv_bytes, restore_ms=timings.restore_ms, prefill_ms=timings.prefill_ms,
+                           queue_ms=timings.queue_ms + (self.sent_at - self.claimed_at) * 1e3)
 
     def interrupt(self) -> None:
         """Wake the turn's task with a cancellation; not in the middle of a commit, which ends by itself."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,6 +154,7 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
     data = settings.data
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     info = info or modelinfo.read(model_folder(settings), settings.model.revision)
+    info = replace(info, name=settings.model.path)                # what people and the fingerprint call it, wherever it lies
     store = SqliteStore(data / "sessions.db")
     metrics, background = Metrics(), Background()
     streams = Streams(store, replay_events=settings.server.replay_events)

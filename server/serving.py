@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 
 from .app import TURNS_END_WITHIN_S, create_app
 from .modelinfo import ModelError
@@ -41,7 +42,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def uvicorn_config(settings: Settings, app: object) -> uvicorn.Config:
+def uvicorn_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     """uvicorn's own access log would write query strings; requests are logged by `http.Route`."""
     return uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, lifespan="on", server_header=False,
@@ -112,7 +113,7 @@ class Terminal:
                 file.write(key + "\n")
             say(f"admin key, shown once (the command line reads it from {self._key_file}): {key}")
         say(f"listening on {self.address}, data in {self._settings.data}; starting the engine")
-        asyncio.get_running_loop().call_soon(self.told, services.supervisor.state())
+        asyncio.get_running_loop().call_soon(lambda: self.told(services.supervisor.state()))
 
     def told(self, state: dict[str, str]) -> None:
         """A change of engine or daemon."""

@@ -217,8 +217,7 @@ class Socket:
         services, who, origin = self._services, self._who, Origin(self, frame.event_id)
         match frame:
             case wire.SessionCreate():
-                session = await services.conversations.create(who, frame.session, self, frame.event_id)
-                self._watch(session.id)
+                self._watch((await services.conversations.create(who, frame.session, self, frame.event_id)).id)
             case wire.SessionResume():
                 await services.conversations.resume(who, frame, self)
                 self._watch(frame.session_id)

@@ -105,14 +105,17 @@ class Tiers:
         except EngineUnavailable as error:
             log.info("prefetch_skipped", session_id=session_id, reason=str(error))
 
-    async def forget(self, session: Session) -> None:
-        """The session is closed or deleted: its KV goes, as far as the engine can be reached; the rest ages out."""
+    async def drop(self, session: Session) -> None:
+        """The session is about to end: its KV goes, as far as the engine can be reached; the rest ages out."""
         try:
             await self.manager.drop(session.id)
         except (EngineUnavailable, SessionNotFound) as error:
             log.info("drop_skipped", session_id=session.id, reason=str(error))
-        self.manager.forget(session.id)
-        self._announced.pop(session.id, None)
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended."""
+        self.manager.forget(session_id)
+        self._announced.pop(session_id, None)
 
     # ---- figures
     async def refresh(self, session_id: str) -> None:
@@ -122,6 +125,8 @@ class Tiers:
                 session = await self._store.get(session_id)
                 report = await self._engines.engine.report(channel.Report(
                     op_id=f"op_{uuid4().hex}", session_id=session_id, contents=await self.contents(session)))
+                if (await self._store.get(session_id)).status is SessionStatus.CLOSED:
+                    return                           # it ended meanwhile, and is forgotten
         except (EngineUnavailable, SessionError, TimeoutError) as error:
             log.info("report_skipped", session_id=session_id, reason=str(error) or "no answer in time")
             return

@@ -10,8 +10,10 @@ and says how it ended. A turn is committed before its end is announced.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from typing import cast
 from uuid import uuid4
 
 import structlog
@@ -58,12 +60,12 @@ class Turns:
         SessionClosed, TurnInFlight; nothing is changed then.
         """
         session = await self._store.get(frame.session_id, tenant_id=principal.tenant_id)
-        if frame.idempotency_key is not None:
-            if (known := self._in_flight(session.id, frame.idempotency_key)) is not None:
-                return Answered(known.response, known)
-            if (turn := await self._store.find_by_key(session.id, frame.idempotency_key)) is not None:
+        if (key := frame.idempotency_key) is not None:
+            known = self._in_flight(session.id, key)
+            turn = None if known else await self._store.find_by_key(session.id, key)
+            if turn is not None:
                 return Answered(views.response(turn))
-            if (known := self._in_flight(session.id, frame.idempotency_key)) is not None:
+            if known := known or self._in_flight(session.id, key):       # it may have begun while the store was asked
                 return Answered(known.response, known)
         if session.id in self._barred or session.status != "open":
             raise SessionClosed(session.id)
@@ -129,8 +131,7 @@ class Turns:
         run.interrupt()                                  # _leave cancels this task where the engine did stop
 
     def _watched(self, session_id: str, has_watchers: bool) -> None:
-        run = self._running.get(session_id)
-        if run is None:
+        if (run := self._running.get(session_id)) is None:
             return
         if has_watchers:
             run.keep()
@@ -173,11 +174,10 @@ class Turns:
         run.progress = asyncio.create_task(self._report_progress(run), name=f"progress {run.id}")
 
     async def _report_progress(self, run: Run) -> None:
-        """Until the first token: at once where pages must come back, and every heartbeat."""
+        """Until the first text: at once where pages must come back, and every heartbeat."""
         session_id = run.session.id
         waits = str(self._tiers.ledger.state(session_id)) in ("warm", "cold", "restoring")
-        if not waits:
-            await asyncio.sleep(self._heartbeat_s)
+        await asyncio.sleep(0 if waits else self._heartbeat_s)
         while True:
             stage = "queued" if run.machine.state is TurnState.ADMITTED else "restoring" if waits else "prefilling"
             self._streams.publish(session_id, wire.event("response.progress", response_id=run.id, stage=stage))
@@ -190,7 +190,7 @@ class Turns:
         run.machine.fire(TurnEvent.PREFILL_STARTED)
         finished: channel.Finished | None = None
         try:
-            async with aclosing(engine.generate(prepared.generate(run.id, run.session))) as events:
+            async with aclosing(cast(AsyncGenerator, engine.generate(prepared.generate(run.id, run.session)))) as events:
                 async for event in events:
                     match event:
                         case channel.Delta():
@@ -219,13 +219,12 @@ class Turns:
         return finished
 
     def _show(self, run: Run, text: str) -> None:
-        if not text:
-            return
-        if run.first_text_at is None:
+        if text and run.first_text_at is None:
             run.first_text_at = self._clock()
             run.stop_progress()
-        run.text += text
-        self._streams.publish(run.session.id, wire.event("response.output_text.delta", response_id=run.id, delta=text))
+        if text:
+            run.text += text
+            self._streams.publish(run.session.id, wire.event("response.output_text.delta", response_id=run.id, delta=text))
 
     async def _commit(self, run: Run, prepared: Prepared, finished: channel.Finished) -> Turn:
         status = {"stop": TurnStatus.COMPLETED, "length": TurnStatus.INCOMPLETE, "abort": TurnStatus.CANCELLED}[finished.reason]
@@ -267,13 +266,10 @@ class Turns:
             self._ended(run.session, turn)
 
     def _say_committed(self, run: Run, turn: Turn) -> None:
-        finished, timings = run.finished, run.finished.timings
-        usage = views.usage(turn.usage, self._tiers.bytes_of(run.session.id), restore_ms=timings.restore_ms,
-                            queue_ms=timings.queue_ms + (run.sent_at - run.claimed_at) * 1e3, prefill_ms=timings.prefill_ms)
-        receipt = None
-        if finished.receipt is not None:
-            receipt = finished.receipt.to_wire()
+        receipt = run.receipt
+        if receipt is not None:
             self._streams.publish(run.session.id, wire.event("session.restored", receipt=receipt))
+        usage = run.usage(turn, self._tiers.bytes_of(run.session.id))
         run.response = views.response(turn, usage, receipt)
         self._streams.publish(run.session.id, wire.event(views.end_event(run.response.status), response=run.response))
         self._metrics.turn_ended(run, turn)
@@ -290,14 +286,14 @@ class Turns:
         if run.response is None:                         # refused: nothing was announced; whoever asked tells and counts it
             run.accepted.set_exception(failure)
         elif isinstance(failure, TurnCancelled):
-            run.response = wire.Response(id=run.id, status="cancelled", incomplete_reason="cancelled",
-                                         previous_response_id=run.response.previous_response_id)
+            run.response = replace(run.response, status="cancelled", incomplete_reason="cancelled")
             self._streams.publish(run.session.id, wire.event("response.incomplete", response=run.response))
         else:
             self._metrics.turn_failed(error)
-            run.response = wire.Response(id=run.id, status="failed", previous_response_id=run.response.previous_response_id)
+            run.response = replace(run.response, status="failed")
             self._streams.publish(run.session.id, wire.event("response.failed", response=run.response, error=error))
         run.error = failure
-        run.done.set_result(run.response)
+        if run.response is not None:                     # else _leave sets what refused it
+            run.done.set_result(run.response)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import websockets.asyncio.client
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.typing import Subprotocol
 
 from .cursor import Cursor, Gap
 from .errors import AuthenticationFailed, ConnectionLost, from_object
@@ -113,7 +114,7 @@ class Client:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             socket = await websockets.asyncio.client.connect(
-                self._url, additional_headers=headers, subprotocols=[SUBPROTOCOL], max_size=None, compression=None)
+                self._url, additional_headers=headers, subprotocols=[Subprotocol(SUBPROTOCOL)], max_size=None, compression=None)
         except InvalidHandshake as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
             if status in _REJECTED_STATUS:
@@ -181,7 +182,7 @@ class Client:
 
     # ---- events
     def _take(self, event: dict[str, Any]) -> None:
-        session_id = event.get("session_id")
+        session_id: str = event.get("session_id") or ""
         kind = event["type"]
         if kind == "session.created":
             self._sessions[session_id] = Session(self, event["session"], Cursor(event["epoch"], event["seq"] - 1))
@@ -194,7 +195,7 @@ class Client:
                 known.resumed(event)
         elif kind == "engine.state":
             self.engine = event
-        session = self._sessions.get(session_id) if session_id else None
+        session = self._sessions.get(session_id)
         if session is not None and "seq" in event and kind != "session.resumed":
             session.feed(event)
         self._answer(event)

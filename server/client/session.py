@@ -4,7 +4,7 @@ import asyncio
 import base64
 import mimetypes
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class Session:
             self._readers.discard(reader)
 
     # ---- talking
-    async def say(self, text: str = "", *, images: Sequence[Image] = (), **options: Any) -> AsyncIterator[str]:
+    async def say(self, text: str = "", *, images: Sequence[Image] = (), **options: Any) -> AsyncGenerator[str, None]:
         """One message and its answer, as it comes. Stopping the iteration early cancels the turn.
 
         `options`: max_output_tokens, temperature, top_p, seed, previous_response_id, idempotency_key. A drop in the
