@@ -79,6 +79,7 @@ class SGLangEngine:
             os.environ |= stubs.environment()
             stubs.install()
         listen(Progress(stage="engine", detail=f"loading SGLang with {config.model_path}"))
+        await asyncio.sleep(0.05)                    # let it leave: the loop stands still while the model loads
         import sglang
 
         from kvstore.sglang import plugin
@@ -338,14 +339,16 @@ class SGLangEngine:
 
     async def _watch(self) -> None:
         """Tell the server of changes: pressure whenever it differs, the ledger whenever its epoch does."""
-        last: tuple[int, Pressure] | None = None
+        told, told_epoch = None, -1
         while True:
-            now = await self.pressure()
-            if last is None or now[1] != last[1]:
-                self._listen(now[1])
-            if last is None or now[0] != last[0]:
-                self._listen(await self.report(Report(op_id="")))
-            last = now
+            epoch, pressure = await self.pressure()
+            if pressure != told:
+                told = pressure
+                self._listen(pressure)
+            if epoch != told_epoch:
+                ledger = await self.report(Report(op_id=""))
+                told_epoch = ledger.epoch            # it may be a step ahead of what we asked for
+                self._listen(ledger)
             await asyncio.sleep(WATCH_S)
 
 
