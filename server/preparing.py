@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from sessions import budgets, tree
 from sessions.budgets import Book
 from sessions.errors import TurnNotFound
-from sessions.model import ImagePart, Limits, Part, Session, TextPart, Totals, Turn, TurnStatus, TurnUsage
+from sessions.model import (
+    ImagePart,
+    Limits,
+    Part,
+    Session,
+    SessionStatus,
+    TextPart,
+    Totals,
+    Turn,
+    TurnStatus,
+    TurnUsage,
+)
 from sessions.store import SessionStore
 
 from . import admission, wire
@@ -15,7 +26,7 @@ from .engines import channel
 from .images import ImageStore
 from .modelinfo import ModelInfo
 from .prompt import Detokeniser, TurnPrompt, next_turn, open_turn
-from .run import Run
+from .run import Run, SessionClosed
 from .streams import Streams
 from .tiers import Engines, Tiers
 
@@ -84,6 +95,8 @@ class Preparer:
         frame = run.frame
         self._engines.engine                                     # noqa: B018 - unavailable is the cheapest refusal
         run.session = session = await self._store.get(run.session.id)
+        if session.status is SessionStatus.CLOSED:               # while the turn was claimed
+            raise SessionClosed(session.id)
         limits = self.limits(session)
         asked = [part for message in frame.input for part in message.content]
         pictures = sum(isinstance(part, wire.InputImage) for part in asked)

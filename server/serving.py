@@ -22,6 +22,8 @@ from .telemetry import configure_logging
 log = structlog.get_logger(__name__)
 
 GRACEFUL_S = 10
+PONG_WITHIN_S = 20.0
+"""A peer that has not answered a ping by then is gone."""
 WS_SIZE_FACTOR = 2
 """A frame above the announced limit is refused with an error that names it, up to this many times the limit; beyond, the
 connection is closed without a word."""
@@ -47,7 +49,7 @@ def uvicorn_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, lifespan="on", server_header=False,
         ws_max_size=settings.server.frame_bytes * WS_SIZE_FACTOR, ws_per_message_deflate=False,
-        ws_ping_interval=settings.server.heartbeat_s, ws_ping_timeout=settings.server.heartbeat_s,
+        ws_ping_interval=settings.server.heartbeat_s, ws_ping_timeout=PONG_WITHIN_S,
         timeout_graceful_shutdown=GRACEFUL_S)
 
 

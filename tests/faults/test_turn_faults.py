@@ -274,3 +274,30 @@ async def test_the_page_and_the_figures_are_served(app: Running) -> None:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == app.services.info.name
         unknown = await http.get("/v1/nothing")
         assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "not_found"
+
+
+async def test_deleting_in_the_middle_of_an_answer_ends_it(app: Running) -> None:
+    """The turn is stopped first, then everything of the session is gone; the engine runs nothing of it."""
+    app.config.token_delay_s = 0.02
+    async with app.socket() as ws, app.http() as http:
+        session_id = (await ws.answer("session.create"))["session_id"]
+        await ws.send("response.create", session_id=session_id, input=message(LONG))
+        await ws.until("response.output_text.delta")
+        assert (await http.delete(f"/v1/sessions/{session_id}")).status_code == 204
+        await ws.until("session.closed")
+        assert any(e["type"] == "response.incomplete" for e in ws.seen)
+        assert app.services.turns.count == 0 and not app.engine._turns and session_id not in app.services.tiers.ledger
+        assert (await ws.say(session_id, "still there?"))["error"]["code"] == "session_not_found"
+
+
+async def test_progress_is_told_while_nothing_comes(tmp_path: Path) -> None:
+    """Every heartbeat a response.progress with its stage, until the first text; none after it."""
+    async with running(tmp_path / "data", server={"heartbeat_s": 0.1}) as app, app.socket() as ws:
+        app.config.token_delay_s = 0.5
+        session_id = (await ws.answer("session.create"))["session_id"]
+        await ws.send("response.create", session_id=session_id, input=message("one two three"))
+        first = await ws.until("response.progress")
+        assert first["stage"] == "prefilling"
+        await ws.until("response.completed")
+        kinds = [e["type"] for e in ws.seen]
+        assert "response.progress" not in kinds[kinds.index("response.output_text.delta"):]
