@@ -77,7 +77,7 @@ class SchedulerControl:
         branches = [Branch(_tokens(s["tokens"]), s["salt"], s["private_from"]) for s in request.sequences]
         match request.verb:
             case "restore":
-                return self._ops.restore(request.owner, branches[0])
+                return self._ops.restore(request.owner, branches)
             case "spill":
                 return self._ops.spill(request.owner, branches, request.args["to"])
             case "demote":

@@ -152,14 +152,22 @@ class SessionOps:
         source = {tier: n for tier, n in source.items() if n}
         return {"source": source, "target": None, "tokens": sum(source.values()), "kept": kept}
 
-    def restore(self, owner: str, sequence: Branch) -> Operation:
-        """Bring back what is below of the sequence's longest stored prefix. Loads nothing that is on the device."""
+    def restore(self, owner: str, sequences: Sequence[Branch]) -> Operation:
+        """Bring back what is below of each sequence's longest stored prefix. Loads nothing that is on the device."""
         yield from self._settled(owner)
+        source, reasons = Counter(), []
+        for sequence in sequences:
+            loaded, reason = yield from self._restore(owner, sequence)
+            source.update(loaded)
+            reasons += [reason] if reason and reason not in reasons else []
+        return {"source": dict(source), "target": "device", "tokens": sum(source.values()), "reason": "; ".join(reasons)}
+
+    def _restore(self, owner: str, sequence: Branch) -> Operation:
+        """(tokens by tier, why there are not more)"""
         key = self.cache.key(sequence.tokens, sequence.salt)
         slots, node = self.cache.match(key)
-        have, source = slots.numel(), Counter()
-        result = {"target": "device", "had": have, "reason": ""}
-        release = self._transfers.locked(node)                 # what is on the device stays there while the rest is loaded
+        have, loaded, reason = slots.numel(), {}, ""
+        release = self._transfers.locked(node)       # what is on the device stays there while the rest is loaded
         try:
             client = self.client
             end = len(key) // client.chunk_tokens * client.chunk_tokens if client is not None else 0
@@ -167,17 +175,15 @@ class SessionOps:
                 tokens = list(key.token_ids)
                 where = yield client.where(tokens[:end], sequence.salt)
                 if leading(where, "hsb") * client.chunk_tokens > have:
-                    loaded = yield from self._transfers.load(key, tokens, where, have, slots, result)
-                    for tier, count in loaded.items():
-                        source[tier] += count
-            elif client is not None and end > have:
-                result["reason"] = "the LMCache daemon does not answer"
-            reached = have + sum(source.values())
+                    loaded, reason = yield from self._transfers.load(key, tokens, where, slots)
+            elif end > have:
+                reason = "the LMCache daemon does not answer"
+            reached = have + sum(loaded.values())
             if reached:
                 self.cache.tag(owner, self.cache.match(key[:reached])[1])
         finally:
             release()
-        return {**result, "source": dict(source), "tokens": sum(source.values()), "wanted": len(key) - have}
+        return loaded, reason
 
     def pin(self, owner: str, sequences: Sequence[Branch], until: float) -> Operation:
         """Keep what is on the device until `until` (unix seconds); in the past: let go."""

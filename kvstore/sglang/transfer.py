@@ -96,11 +96,11 @@ class Transfers:
                 return where
             yield Sleep(POLL_S)
 
-    def load(self, key: RadixKey, tokens: list[int], where: str, have: int, slots: torch.Tensor, result: dict) -> Operation:
-        """host/storage -> device for tokens [have, found). Returns tokens by tier (empty: nothing came)."""
+    def load(self, key: RadixKey, tokens: list[int], where: str, slots: torch.Tensor) -> Operation:
+        """host/storage -> device, what follows the prefix in `slots`. Returns (tokens by tier, why nothing came)."""
         client, chunk, allocator = self.daemon(), self.daemon().chunk_tokens, self.cache.token_to_kv_pool_allocator
         salt, request_id = key.extra_key or "", f"restore-{uuid.uuid4().hex[:12]}"
-        limit = leading(where, "hsb") * chunk
+        have, limit = slots.numel(), leading(where, "hsb") * chunk
         fresh: torch.Tensor | None = None
         locked = (0, limit)
         try:
@@ -113,15 +113,13 @@ class Transfers:
             found = chunks * chunk
             locked = (0, found)
             if found <= have:
-                result["reason"] = "the daemon no longer has it"
-                return {}
+                return {}, "the daemon no longer has it"
             need = found - have
             if allocator.available_size() < need:
                 self.cache.evict(EvictParams(num_tokens=need - allocator.available_size()))
             fresh = allocator.alloc(need)
             if fresh is None:
-                result["reason"] = f"the device pool has {allocator.available_size()} tokens free, {need} are needed"
-                return {}
+                return {}, f"the device pool has {allocator.available_size()} tokens free, {need} are needed"
             first = have // chunk * chunk            # the daemon moves whole chunks; what we have of the first is skipped
             client.unlock(tokens, 0, first, request_id, salt)
             locked = (first, found)
@@ -136,8 +134,7 @@ class Transfers:
                 raise
             if not ok:
                 client.suspect("it refused a retrieve")
-                result["reason"] = "the daemon could not deliver"
-                return {}
+                return {}, "the daemon could not deliver"
             inserted = self.cache.insert(InsertParams(key=key[:found], value=torch.cat([slots, fresh])))
             duplicate = inserted.prefix_len - have   # another request computed these meanwhile
             if duplicate > 0:
@@ -147,7 +144,7 @@ class Transfers:
             tiers = Counter()
             for i in range(first // chunk, found // chunk):
                 tiers["storage" if where[i] == "s" else "host"] += min((i + 1) * chunk, found) - max(i * chunk, have)
-            return dict(tiers)
+            return dict(tiers), ""
         finally:
             if fresh is not None:
                 allocator.free(fresh)

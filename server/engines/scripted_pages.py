@@ -1,4 +1,4 @@
-"""PURE. The pages of the scripted engine: three tiers with a real prefix rule, and no bytes behind them.
+"""The pages of the scripted engine: three tiers with a real prefix rule, and no bytes behind them.
 
 A page's key chains the salt, every token before its end and the images it covers, so two sessions share a page exactly if
 their contents agree up to there. Sessions own pages; a page goes when its last owner does. Counts are pages inside, and

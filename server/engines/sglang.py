@@ -5,64 +5,49 @@ import asyncio
 import logging
 import os
 import time
-import uuid
-from array import array
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from kvstore.lmcache import daemon
-from kvstore.receipt import KvVerb, Outcome, Receipt
+from kvstore.receipt import Outcome, Receipt
 from kvstore.sglang import compat, stubs
 from kvstore.sglang.config import PluginConfig, publish
-from kvstore.sglang.images import ImageRecord, ImageRecords, VisionFiles, padded
+from kvstore.sglang.images import ImageRecords, VisionFiles
 
 from .base import EngineStartError, Listener
 from .channel import (
     Cached,
-    Content,
     Delta,
-    Demote,
-    Drop,
     Failed,
     Finished,
     Generate,
     HealthReport,
     Ledger,
-    Pin,
-    Prefetch,
-    Pressure,
     Progress,
     Ready,
     Report,
     Restore,
-    SessionPages,
-    Spill,
     Timings,
     TurnEvent,
     Usage,
     Verb,
 )
 from .config import EngineConfig
-from .digests import content_digest
+from .sglang_images import ImagePreparer, records
 
 log = logging.getLogger("rekindle.engine")
 WATCH_S = 0.25
-VERBS = {Spill: KvVerb.SPILL, Restore: KvVerb.RESTORE, Prefetch: KvVerb.PREFETCH, Demote: KvVerb.DEMOTE, Drop: KvVerb.DROP, Pin: KvVerb.PIN}
 
 
 class SGLangEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._vision = VisionFiles(Path(config.vision_folder))
-        self._pool = ThreadPoolExecutor(2, "image-prepare")
         self._running: dict[str, str] = {}
         """turn id -> session id"""
         self._aborted: set[str] = set()
-        self._preparing: dict[str, asyncio.Task[None]] = {}
-        self._token_bytes = 0
         self._engine: Any = None
+        self._images: ImagePreparer | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------
@@ -84,6 +69,8 @@ class SGLangEngine:
 
         from kvstore.sglang import plugin
 
+        from .sglang_pages import SGLangPages  # these import SGLang, so not before its stand-ins are in place
+
         try:
             # Blocks for as long as the model loads; signal handlers need the main thread, so there is no other place.
             self._engine = sglang.Engine(**self._arguments())
@@ -93,13 +80,15 @@ class SGLangEngine:
         listen(Progress(stage="engine", detail="proving that every hook applied"))
         hooks = await self._prove(plugin)
         info = self._engine._scheduler_init_result.scheduler_infos[0]
-        self._token_bytes = self._kv_token_bytes()
+        token_bytes = self._kv_token_bytes()
+        self._pages = SGLangPages(self._manager.rekindle, config, token_bytes)
+        self._images = ImagePreparer(self._manager, Path(config.image_folder), VisionFiles(Path(config.vision_folder)))
         await self._warm_up()
         self._listen = listen
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         capabilities = ("spill", "restore", "prefetch", "demote", "drop", "pin") if config.offload_url else ("drop", "pin")
         return Ready(engine="sglang", model=config.model_path, fingerprint=config.fingerprint, page_tokens=config.page_tokens,
-                     token_bytes=self._token_bytes, device_tokens=info["max_total_num_tokens"], context_tokens=self._manager.context_len,
+                     token_bytes=token_bytes, device_tokens=info["max_total_num_tokens"], context_tokens=self._manager.context_len,
                      capabilities=capabilities + (("images",) if self._manager.mm_processor is not None else ()), hooks=hooks)
 
     def _arguments(self) -> dict[str, Any]:
@@ -153,7 +142,8 @@ class SGLangEngine:
     async def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._images is not None:
+            self._images.close()
         if self._engine is not None:
             self._engine.shutdown()
 
@@ -163,7 +153,7 @@ class SGLangEngine:
         self._running[turn.turn_id] = turn.session_id
         try:
             try:
-                await self._prepare(turn.content)
+                await self._images.prepare(turn.content)
             except (OSError, ValueError) as error:
                 yield Failed(turn_id=turn.turn_id, code="image_unusable", message=str(error), retryable=False)
                 return
@@ -181,7 +171,7 @@ class SGLangEngine:
         if self._config.offload_url is None:
             return None
         verb = Restore(op_id=turn.turn_id, session_id=turn.session_id, generation=turn.generation, contents=(turn.content,))
-        receipt = await self._verb(verb)
+        receipt = await self._pages.run(verb)
         return receipt if receipt.tokens or receipt.outcome in (Outcome.FAILED, Outcome.PARTIAL) else None
 
     async def _stream(self, turn: Generate, restored: Receipt | None, began: float, restore_ms: float) -> AsyncIterator[TurnEvent]:
@@ -195,7 +185,7 @@ class SGLangEngine:
         request = GenerateReqInput(
             input_ids=list(content.token_ids), sampling_params=parameters, stream=True, rid=turn.turn_id,
             session_id=turn.session_id, extra_key=content.salt or None,
-            image_data=[ImageRecords(_records(content))] if content.images else None)
+            image_data=[ImageRecords(records(content))] if content.images else None)
         if turn.turn_id in self._aborted:
             yield self._finished(turn, "abort", {}, 0, restored, began, restore_ms, first_s)
             return
@@ -238,123 +228,29 @@ class SGLangEngine:
             self._aborted.add(turn_id)
             self._manager.abort_request(turn_id)
 
-    # ---- images ------------------------------------------------------------------------------------------------
-    async def _prepare(self, content: Content) -> None:
-        """Preprocess images that were never seen. One run for all turns that wait for the same image."""
-        for image in content.images:
-            if self._vision.has(image.digest):
-                continue
-            task = self._preparing.get(image.digest)
-            if task is None:
-                task = asyncio.get_running_loop().create_task(self._preprocess(image))
-                self._preparing[image.digest] = task
-                task.add_done_callback(lambda _, digest=image.digest: self._preparing.pop(digest, None))
-            await asyncio.shield(task)
-
-    async def _preprocess(self, image: Any) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._preprocess_now, image)
-
-    def _preprocess_now(self, image: Any) -> None:
-        """Raises OSError (no such image) or ValueError (the model's processor sees another grid than was priced)."""
-        from PIL import Image
-
-        processor = self._manager.mm_processor._processor.image_processor
-        with Image.open(Path(self._config.image_folder) / f"{image.digest}.png") as picture:
-            out = processor(images=[picture.convert("RGB")], return_tensors="pt")
-        grid = tuple(int(x) for x in out["image_grid_thw"][0])
-        if grid != tuple(image.grid):
-            raise ValueError(f"image {image.digest[:12]} has a grid of {grid}, it was priced as {tuple(image.grid)}")
-        # The encoder casts its input to the model's own type first: storing that loses nothing.
-        self._vision.put(image.digest, out["pixel_values"].to(self._manager.model_config.dtype))
-
-    # ---- pages -------------------------------------------------------------------------------------------------
+    # ---- pages and health --------------------------------------------------------------------------------------
     async def run(self, verb: Verb) -> Receipt:
         if verb.session_id in self._running.values():
-            return self._receipt(verb, outcome=Outcome.REFUSED, reason="a turn is running")
-        return await self._verb(verb)
-
-    async def _verb(self, verb: Verb) -> Receipt:
-        from kvstore.sglang.control import ControlError
-
-        if not verb.contents:
-            return self._receipt(verb, outcome=Outcome.NOTHING, reason="the session has no tokens")
-        began = time.monotonic()
-        kind = VERBS[type(verb)]
-        arguments: dict[str, Any] = {}
-        if isinstance(verb, Spill):
-            arguments["to"] = verb.to
-        elif isinstance(verb, Pin):
-            arguments["until"] = verb.until
-        contents = verb.contents[:1] if isinstance(verb, Restore | Prefetch) else verb.contents
-        name = "restore" if isinstance(verb, Prefetch) else str(kind)
-        try:
-            data = await self._call(name, verb.session_id, contents, **arguments)
-        except ControlError as error:
-            return self._receipt(verb, outcome=Outcome.FAILED, reason=str(error), ms=1e3 * (time.monotonic() - began))
-        tokens, reason = data["tokens"], data.get("reason", "")
-        outcome = Outcome.NOTHING if not tokens and not reason else Outcome.PARTIAL if reason else Outcome.DONE
-        return self._receipt(
-            verb, source=data["source"], target=data["target"], tokens=tokens, pages=tokens // self._config.page_tokens,
-            bytes=tokens * self._token_bytes, shared_kept_tokens=data.get("kept", 0), outcome=outcome, reason=reason,
-            ms=1e3 * (time.monotonic() - began))
-
-    def _receipt(self, verb: Verb, **fields: Any) -> Receipt:
-        digest = content_digest(self._config.fingerprint, verb.contents[0]) if verb.contents else ""
-        return Receipt(id=f"rc_{uuid.uuid4().hex[:16]}", verb=VERBS[type(verb)], session_id=verb.session_id,
-                       generation=verb.generation, digest=digest, **fields)
+            return self._pages.receipt(verb, outcome=Outcome.REFUSED, reason="a turn is running")
+        return await self._pages.run(verb)
 
     async def report(self, request: Report) -> Ledger:
-        data = await self._call("report", request.session_id, request.contents)
-        entries = {sid: SessionPages(session_id=sid, device_tokens=tokens, device_exclusive_tokens=exclusive, locked_tokens=locked)
-                   for sid, (tokens, exclusive, locked) in data["sessions"].items()}
-        if request.session_id is None:
-            return Ledger(epoch=data["epoch"], entries=tuple(entries.values()), op_id=request.op_id)
-        own = entries.get(request.session_id, SessionPages(session_id=request.session_id))
-        if "below" in data:
-            below = data["below"]
-            own = SessionPages(session_id=own.session_id, device_tokens=own.device_tokens, locked_tokens=own.locked_tokens,
-                               device_exclusive_tokens=own.device_exclusive_tokens, total_tokens=below["total"],
-                               host_tokens=below.get("host"), storage_tokens=below.get("storage"), reachable_tokens=below.get("reachable"))
-        return Ledger(epoch=data["epoch"], entries=(own,), op_id=request.op_id)
-
-    async def _call(self, verb: str, owner: str | None, contents: tuple[Content, ...], **arguments: Any) -> dict[str, Any]:
-        from kvstore.sglang.ops import Branch
-
-        branches = [Branch(_padded(c), c.salt, c.private_from) for c in contents]
-        return await self._manager.rekindle.call(verb, owner, branches, **arguments)
-
-    # ---- health ------------------------------------------------------------------------------------------------
-    async def pressure(self) -> tuple[int, Pressure]:
-        """(ledger epoch, gauges in pages)"""
-        data, page = await self._manager.rekindle.call("pressure"), self._config.page_tokens
-        if data["violations"]:
-            log.error("the session cache violates its invariants: %s", "; ".join(data["violations"]))
-        return data["epoch"], Pressure(
-            free_pages=data["free"] // page, used_pages=data["cached"] // page, in_flight_pages=data["in_flight"] // page,
-            total_pages=data["total"] // page, daemon_healthy=data["healthy"], host_bytes=data["host_bytes"])
+        return await self._pages.report(request)
 
     async def health(self) -> HealthReport:
-        _, pressure = await self.pressure()
+        _, pressure = await self._pages.pressure()
         return HealthReport(op_id="", running_turns=len(self._running), pressure=pressure)
 
     async def _watch(self) -> None:
         """Tell the server of changes: pressure whenever it differs, the ledger whenever its epoch does."""
         told, told_epoch = None, -1
         while True:
-            epoch, pressure = await self.pressure()
+            epoch, pressure = await self._pages.pressure()
             if pressure != told:
                 told = pressure
                 self._listen(pressure)
             if epoch != told_epoch:
-                ledger = await self.report(Report(op_id=""))
+                ledger = await self._pages.report(Report(op_id=""))
                 told_epoch = ledger.epoch            # it may be a step ahead of what we asked for
                 self._listen(ledger)
             await asyncio.sleep(WATCH_S)
-
-
-def _records(content: Content) -> tuple[ImageRecord, ...]:
-    return tuple(ImageRecord(digest=i.digest, grid=i.grid, tokens=i.tokens, start=i.start) for i in content.images)
-
-
-def _padded(content: Content) -> array:
-    return padded(content.token_ids, _records(content))
