@@ -34,10 +34,12 @@ $(VENV)/.created:
 	@touch $@
 
 # torch comes by name with its own dependencies: they differ between a CPU wheel and PyPI's CUDA build. All else is locked.
+# Byte code is compiled on all cores at the end (pip would use one); a few files are templates that do not compile.
 $(RUNTIME): | $(VENV)/.created
-	@$(STEP) "packages of requirements/runtime.txt" $(PIP) install --no-deps -r requirements/runtime.txt
-	@$(STEP) "torch (PyPI's own build is a few GB)" $(PIP) install -r requirements/torch.txt -c requirements/runtime.txt
+	@$(STEP) "packages of requirements/runtime.txt" $(PIP) install --no-compile --no-deps -r requirements/runtime.txt
+	@$(STEP) "torch (PyPI's own build is a few GB)" $(PIP) install --no-compile -r requirements/torch.txt -c requirements/runtime.txt
 	@$(STEP) "rekindle itself" $(PIP) install --no-deps --no-build-isolation -e .
+	@$(STEP) "byte code" sh -c '$(PY) -m compileall -q -j 0 $(VENV)/lib || true'
 	@rm -f $(VENV)/.runtime-* && touch $@
 
 $(TEST): | $(RUNTIME)

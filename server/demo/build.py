@@ -65,7 +65,7 @@ def weights(dtype: Dtype = "bfloat16") -> "dict[str, torch.Tensor]":
     out: dict[str, torch.Tensor] = {}
     for name, weight in convert.language_model(convert.gguf_path()):
         if name == "embed_tokens.weight":
-            weight = _grow(weight)
+            weight = grow(weight)
         elif (change := _change(name, lora)) is not None:
             weight = weight.double() + change
         out["model." + name] = weight.to(kind)
@@ -91,7 +91,7 @@ def _change(name: str, lora: "dict[str, torch.Tensor]") -> "torch.Tensor | None"
     return LORA_SCALE * lora[key + ".b"].double() @ lora[key + ".a"].double()
 
 
-def _grow(embeddings: "torch.Tensor") -> "torch.Tensor":
+def grow(embeddings: "torch.Tensor") -> "torch.Tensor":
     import torch
 
     added = embeddings.double().mean(0) * NEW_TOKEN_SCALE
@@ -100,7 +100,7 @@ def _grow(embeddings: "torch.Tensor") -> "torch.Tensor":
 
 def _stamp(dtype: Dtype) -> str:
     """Names the dtype and everything that the model is made from, this code among it."""
-    sources = sorted(p for kind in ("*.py", "files/*", "weights/*") for p in HERE.glob(kind))
+    sources = [Path(__file__), Path(convert.__file__), *sorted(HERE.glob("files/*")), *sorted(HERE.glob("weights/*"))]
     lines = [f"dtype {dtype}"]
     for path in [*sources, convert.gguf_path()]:
         with path.open("rb") as file:
