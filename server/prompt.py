@@ -38,16 +38,19 @@ class TurnPrompt(NamedTuple):
         return tuple(part for part in self.parts if isinstance(part, ImagePart))
 
 
-def open_turn(info: ModelInfo, instructions: str, parts: Sequence[Part]) -> TurnPrompt:
-    """The first turn of a branch. Empty instructions: the template's own system text. Raises PromptRefused."""
+def opening(info: ModelInfo, instructions: str) -> list[int]:
+    """What every branch with these instructions begins with, up to its first message. Raises PromptRefused."""
     template = info.template
     if not instructions:
-        opening = list(template.opening)
-    elif template.before_instructions is None:
+        return list(template.opening)
+    if template.before_instructions is None:
         raise PromptRefused("instructions_unsupported", f"{info.name} takes no instructions: its chat template has no system message")
-    else:
-        opening = [*template.before_instructions, *text_ids(info, instructions), *template.after_instructions]
-    return _turn(info, opening, parts, 0)
+    return [*template.before_instructions, *text_ids(info, instructions), *template.after_instructions]
+
+
+def open_turn(info: ModelInfo, instructions: str, parts: Sequence[Part]) -> TurnPrompt:
+    """The first turn of a branch. Empty instructions: the template's own system text. Raises PromptRefused."""
+    return _turn(info, opening(info, instructions), parts, 0)
 
 
 def next_turn(info: ModelInfo, previous_ids: Sequence[int], previous_last_generated: int | None, parts: Sequence[Part]) -> TurnPrompt:

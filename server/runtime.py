@@ -16,7 +16,7 @@ from sessions.model import Session, Turn
 from sessions.sqlite import SqliteStore
 from sessions.store import SessionStore
 
-from . import codec, modelinfo, views, wire
+from . import codec, modelinfo, prompt, views, wire
 from .auth import Auth
 from .background import Background
 from .conversations import Conversations, limits_of
@@ -159,7 +159,8 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
     metrics, background = Metrics(), Background()
     streams = Streams(store, replay_events=settings.server.replay_events)
     images = ImageStore(data / "images", info.rules, workers=settings.images.workers, max_bytes=settings.images.max_bytes,
-                        max_pixels=settings.images.max_pixels)
+                        max_pixels=settings.images.max_pixels, decoding_bytes=settings.images.decoding_bytes,
+                        max_waiting=settings.images.max_waiting)
     auth = Auth(store, settings)
     services: Services
     supervisor = Supervisor(
@@ -168,7 +169,8 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
         ready=lambda ready: services.engine_ready(ready), down=lambda reason: services.engine_down(reason))
     policy = PlanPolicy(settings.idle.to_host_s, settings.idle.to_storage_s, settings.pressure.high, settings.pressure.low,
                         settings.engine.page_tokens)
-    tiers = Tiers(store, streams, supervisor, policy, background=background, salt_of=auth.salt, moved=metrics.moved)
+    tiers = Tiers(store, streams, supervisor, policy, background=background, salt_of=auth.salt, moved=metrics.moved,
+                  common_tokens=lambda session: len(prompt.opening(info, session.instructions)))
     defaults = limits_of(settings.limits)
     preparer = Preparer(store, images, info, tiers, supervisor, defaults=defaults, context_tokens=context_tokens(settings, info),
                         default_output_tokens=settings.limits.default_output_tokens)

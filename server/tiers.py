@@ -50,13 +50,16 @@ class Engines(Protocol):
 
 
 class Tiers:
-    """`salt_of`: tenant id -> salt. `moved`: called with every receipt of a verb that ran (for metrics)."""
+    """`salt_of`: tenant id -> salt. `common_tokens`: how many a session shares by its instructions alone; a demote or drop
+    leaves their KV to the others. `moved`: called with every receipt of a verb that ran (for metrics)."""
 
     def __init__(self, store: SessionStore, streams: Streams, engines: Engines, policy: PlanPolicy, *,
-                 background: Background, salt_of: Callable[[str], str], moved: Callable[[Receipt], None],
+                 background: Background, salt_of: Callable[[str], str], common_tokens: Callable[[Session], int],
+                 moved: Callable[[Receipt], None],
                  clock: Callable[[], float] = time.time) -> None:
         self._store, self._streams, self._engines = store, streams, engines
         self._background, self._salt_of, self._moved = background, salt_of, moved
+        self._common_tokens = common_tokens
         self.ledger = Ledger()
         self.manager = KvManager(self.ledger, self._run, policy, clock, self._told)
         self._announced: dict[str, Residency] = {}
@@ -65,12 +68,14 @@ class Tiers:
     async def contents(self, session: Session) -> tuple[channel.Content, ...]:
         """Every branch of the session, whole: all that its KV can be."""
         turns = await self._store.all_turns(session.id)
-        return tuple(self.content(session.tenant_id, tree.content(branch)) for branch in tree.branches(turns))
+        common = self._common_tokens(session)
+        return tuple(self.content(session.tenant_id, tree.content(branch), common) for branch in tree.branches(turns))
 
-    def content(self, tenant_id: str, branch: tree.BranchContent) -> channel.Content:
+    def content(self, tenant_id: str, branch: tree.BranchContent, common_tokens: int = 0) -> channel.Content:
         images = tuple(channel.ImageRef(digest=i.digest, width=i.width, height=i.height, grid=i.grid, tokens=i.tokens,
                                         start=i.start) for i in branch.images)
-        return channel.Content(token_ids=list(branch.token_ids), images=images, salt=self._salt_of(tenant_id))
+        return channel.Content(token_ids=list(branch.token_ids), images=images, salt=self._salt_of(tenant_id),
+                               private_from=common_tokens)
 
     # ---- verbs
     async def _run(self, verb: KvVerb, owner: str, /, **args: Any) -> Receipt:

@@ -106,11 +106,14 @@ class Served:
         return await self.get("/v1/status")
 
     async def free_pages(self) -> int:
-        """Of the device pool, once nothing is in flight."""
+        """Of the device pool, once nothing is in flight and three looks agree: the gauges come a few times a second."""
+        seen: list[tuple[int, int]] = []
         async with asyncio.timeout(30):
-            while (pressure := (await self.status())["pressure"])["in_flight_pages"]:
-                await asyncio.sleep(0.05)
-        return pressure["free_pages"]
+            while len(seen) < 3 or len(set(seen[-3:])) > 1 or seen[-1][1]:
+                await asyncio.sleep(0.3)
+                pressure = (await self.status())["pressure"]
+                seen.append((pressure["free_pages"], pressure["in_flight_pages"]))
+        return seen[-1][0]
 
     def output_ids(self, response_id: str) -> list[int]:
         """Read past the server: what the store holds of a turn."""
