@@ -95,10 +95,12 @@ class SessionRadixCache(RadixCache):
         """
         mine = [node for node in self.nodes() if session_id in self._owners.get(node.id, ())]
         freed = kept = 0
+        held: set[int] = set()
         for node in reversed(mine):                  # children first
             owners = self._owners[node.id]
-            if node.lock_ref > 0 and len(owners) == 1:
+            if node.id in held or (node.lock_ref > 0 and len(owners) == 1):
                 kept += len(node.key)                # another's turn has matched it and is not yet known as an owner
+                held.add(node.parent.id)             # who owns a node owns all above it
             elif len(owners) > 1 or node.children:
                 owners.discard(session_id)
                 kept += len(node.key)

@@ -120,7 +120,7 @@ class SessionOps:
         for sequence, key, shared_tokens, above in zip(sequences, keys, shared, on_device, strict=True):
             tokens = list(key.token_ids)
             where = yield client.where(tokens, sequence.salt)
-            first = -(-max(shared_tokens, sequence.private_from) // client.chunk_tokens)
+            first = max(shared_tokens, sequence.private_from) // client.chunk_tokens     # a chunk is its last token's
             doomed = [i for i in range(first, len(where)) if where[i] == "b"]
             left += where[first:].count("h") * client.chunk_tokens
             if doomed:
@@ -143,7 +143,7 @@ class SessionOps:
             for sequence, key, shared_tokens, above in zip(sequences, keys, shared, on_device, strict=True):
                 tokens = list(key.token_ids)
                 where = yield client.where(tokens, sequence.salt)
-                first = -(-max(shared_tokens, sequence.private_from) // client.chunk_tokens)
+                first = max(shared_tokens, sequence.private_from) // client.chunk_tokens     # a chunk is its last token's
                 doomed = [i for i in range(first, len(where)) if where[i] != "-"]
                 yield client.delete(tokens, sequence.salt, doomed, ["host", "storage"])
                 for i in doomed:
