@@ -2,6 +2,7 @@
 a conversation of three images that survives memory, disk, and kill -9 of everything."""
 
 import asyncio
+import base64
 import io
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -164,6 +165,32 @@ async def test_a_neighbour_loses_nothing(story: Story) -> None:
         length = other.usage["input_tokens"] + other.usage["output_tokens"]
         await other.ask("Go on.", max_output_tokens=8)
         assert other.usage["cached_tokens_details"] == {"device": whole_pages(length), "host": 0, "storage": 0}
+
+
+async def test_the_page(story: Story) -> None:
+    """A person's walk in a real browser: three pictures dropped in, right answers, pages seen to move to memory and to disk
+    by the buttons, and back by the next question."""
+    from tests.support.browser import chromium
+    from tests.support.page import ChatPage
+
+    async with chromium() as browser:
+        chat = ChatPage(await browser.new_page())
+        await chat.open(story.served.page)
+        for shape, colours in (("square", ("red", "black")), ("circle", ("blue", "white")), ("square", ("green", "white"))):
+            await chat.drop(f"{colours[0]}.png", base64.b64encode(picture(shape, *colours)).decode())
+            await chat.accepted(1)
+            assert colours[0] in (await chat.ask(QUESTION)).lower()
+        await chat.state("hot")
+        for button, state, tier in (("spill-host", "warm", "host"), ("spill-storage", "cold", "storage")):
+            receipt = await chat.press_verb(button)
+            assert (receipt.verb, receipt.outcome, receipt.to) == ("spill", "done", tier)
+            await chat.state(state)
+            assert await chat.tier_tokens(tier) > 0 and await chat.tier_tokens("device") == 0
+            await chat.shot(f"first-light-{state}")
+            assert "red" in (await chat.ask(RECALL)).lower()
+            await chat.state("hot")
+        await chat.shot("first-light")
+        assert chat.problems == []
 
 
 @pytest.mark.parametrize("victim", ["sglang::scheduler", "server.engines.worker", "lmcache.cli.main"])

@@ -93,6 +93,11 @@ class Served:
         return found[0]
 
     @property
+    def page(self) -> str:
+        """The address that was printed for a person, with its ticket."""
+        return next(m[1] for line in self.lines if (m := re.search(r"open (http://\S+)", line)))
+
+    @property
     def key(self) -> str:
         return (self.data / "admin.key").read_text().strip()
 
