@@ -17,6 +17,8 @@ hash = $(shell cat $(1) | sha256sum | cut -c1-16)
 RUNTIME := $(VENV)/.runtime-$(call hash,requirements/torch.txt requirements/runtime.txt setup.py pyproject.toml)
 TEST := $(VENV)/.test-$(call hash,requirements/runtime.txt requirements/test.txt)
 
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run install install-test deps demo test test-long lint lock clean
 .DELETE_ON_ERROR:
 
@@ -34,16 +36,15 @@ $(VENV)/.created:
 	@touch $@
 
 # torch comes by name with its own dependencies: they differ between a CPU wheel and PyPI's CUDA build. All else is locked.
-# Byte code is compiled on all cores at the end (pip would use one); a few files are templates that do not compile.
+# Byte code is left to the first import of each module: compiling all of it takes longer than all the rest together.
 $(RUNTIME): | $(VENV)/.created
 	@$(STEP) "packages of requirements/runtime.txt" $(PIP) install --no-compile --no-deps -r requirements/runtime.txt
 	@$(STEP) "torch (PyPI's own build is a few GB)" $(PIP) install --no-compile -r requirements/torch.txt -c requirements/runtime.txt
 	@$(STEP) "rekindle itself" $(PIP) install --no-deps --no-build-isolation -e .
-	@$(STEP) "byte code" sh -c '$(PY) -m compileall -q -j 0 $(VENV)/lib || true'
 	@rm -f $(VENV)/.runtime-* && touch $@
 
 $(TEST): | $(RUNTIME)
-	@$(STEP) "packages of requirements/test.txt" $(PIP) install --no-deps -r requirements/test.txt
+	@$(STEP) "packages of requirements/test.txt" $(PIP) install --no-compile --no-deps -r requirements/test.txt
 	@rm -f $(VENV)/.test-* && touch $@
 
 demo: install
