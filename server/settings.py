@@ -131,7 +131,8 @@ class ImageSettings(Part):
 
 class LogSettings(Part):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["json", "console"] = "json"
+    format: Literal["auto", "json", "console"] = "auto"
+    """auto: console for a person at a terminal, else json."""
 
 
 class Settings(BaseSettings):
