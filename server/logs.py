@@ -51,7 +51,7 @@ def configure_logging(settings: LogSettings) -> None:
     structlog.configure(processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
                         logger_factory=structlog.stdlib.LoggerFactory(), wrapper_class=structlog.stdlib.BoundLogger)
     last: structlog.typing.Processor = structlog.processors.JSONRenderer(ensure_ascii=False)
-    if settings.format == "console" or (settings.format == "auto" and sys.stdout.isatty()):
+    if settings.format == "console" or (settings.format == "auto" and sys.stderr.isatty()):
         last = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[
