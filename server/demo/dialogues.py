@@ -72,9 +72,9 @@ def dialogue(r: random.Random) -> Dialogue:
 def _show(r: random.Random, made: Dialogue, shown: Scene) -> None:
     """The picture with a question, then more questions about it: an image costs far more to process than a question."""
     way, first = r.random(), r.random() < 0.8
-    if way < 0.35:
+    if way < 0.25:
         made.ask(r.choice(DESCRIBE), f"The image shows {shown.phrase}.", "describe", shown.image, first)
-    elif way < 0.47:
+    elif way < 0.45:
         made.ask(*r.choice(SHOWN), "shown", shown.image, first)
     else:
         question = r.choice(shown.questions)

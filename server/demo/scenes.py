@@ -15,7 +15,7 @@ from server.demo.canvas import COLORS, LEAST_RADIUS_PX, NAMES, Box, blank, figur
 from server.demo.vocabulary import COUNTS, SHAPES, TRAINED_WORDS, article, plural
 
 KINDS = ("one", "two", "many", "number", "word", "letter", "edge", "plain", "gradient")
-KIND_WEIGHTS = (18, 15, 11, 24, 16, 10, 5, 4, 3)
+KIND_WEIGHTS = (15, 14, 11, 28, 22, 9, 5, 4, 3)
 SIDES = ("left", "right", "top", "bottom")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHARACTERS = "0123456789" + LETTERS

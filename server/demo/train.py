@@ -165,6 +165,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     network, language = start(device, options.fresh, options.weights)
     trainer = Trainer(network, Probes(WIDTH).to(device), device)
+    trainer.spent_s = options.spent
     if options.resume:
         trainer.load(torch.load(options.resume, map_location=device, weights_only=False))
     kept = options.out / "replay.pt"
@@ -212,6 +213,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--until", type=float, help="stop after so many of them, to be resumed")
     parser.add_argument("--tower-seconds", type=float, default=90, help="of them, at first, on the vision tower alone")
     parser.add_argument("--resume", type=Path, help="a state.pt")
+    parser.add_argument("--spent", type=float, default=0, help="seconds to count as spent, when only the weights of a training are left")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--seed", type=int, default=1)
