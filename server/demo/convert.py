@@ -66,7 +66,7 @@ def digest(weights: "Iterator[tuple[str, torch.Tensor]]") -> str:
 
     parts = []
     for name, weight in weights:
-        bits = hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest()
+        bits = hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()
         parts.append(f"{name} {tuple(weight.shape)} {weight.dtype} {bits}\n")
     return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()
 
