@@ -65,6 +65,18 @@ def admit(limits: Limits, totals: Totals, reserved: Totals, *, prompt_tokens: in
     return Admit(asked, budget.need(geometry, prompt_tokens + asked) if geometry else {})
 
 
+NORMALISING_SHRINKS = 4
+"""No tokenizer's normal form makes a text shorter than by this factor."""
+
+
+def check_text(text_bytes: int, longest_token_bytes: int, context_tokens: int) -> None:
+    """Refuses, before any tokenizing, what cannot fit however well its bytes make tokens. Raises TurnRefused."""
+    least_tokens = text_bytes // (longest_token_bytes * NORMALISING_SHRINKS)
+    if least_tokens > context_tokens:
+        raise TurnRefused(Refuse("context_tokens", context_tokens, least_tokens,
+                                 f"a text of {text_bytes} bytes is at least {least_tokens} tokens; the context has {context_tokens}"))
+
+
 def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geometry | None, context_tokens: int) -> Refuse | None:
     """The sequence as a whole: context, pool, bytes by tier."""
     sequence_tokens = prompt_tokens + output_tokens

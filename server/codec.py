@@ -6,6 +6,7 @@ Refusals name the field and what it should be; they never repeat what was sent.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ from . import wire
 MAX_DEPTH = 32
 MAX_INTEGER = 2**53 - 1
 """What every JSON reader holds exactly."""
+MAX_VALUES = 10_000
+"""Members of all lists and objects in one frame or body: far above what a message needs, and read in no time."""
 MAX_ID_CHARS = 256
 MAX_TITLE_CHARS = 500
 
@@ -97,8 +100,14 @@ def _text(text: str | bytes) -> str:
     return text
 
 
+_STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
 def _parse(text: str) -> dict[str, Any]:
     """With the standard library, which tells of repeated keys; the typed parse follows."""
+    values = 1 + _STRINGS.sub("", text).count(",")
+    if values > MAX_VALUES:
+        raise BadFrame("too_many_values", f"{values} values in one body; the most is {MAX_VALUES}")
     try:
         tree = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except BadFrame:
@@ -117,8 +126,8 @@ def _parse(text: str) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadFrame("duplicate_field", "a field stands twice in one object", _name(next(k for k in keys if keys.count(k) > 1)))
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise BadFrame("duplicate_field", "a field stands twice in one object", _name(twice))
     return out
 
 
@@ -168,10 +177,10 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _explain(error: ValidationError, event_id: str | None) -> BadFrame:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     # A part whose `type` fits one branch of a union is judged by that branch alone.
-    others = [e["loc"][:-1] for e in errors if e["type"] == "literal_error" and e["loc"][-1] == "type"]
-    fitting = [e for e in errors if not any(e["loc"][:len(other)] == other for other in others)]
+    others = dict.fromkeys(e["loc"][:-1] for e in errors if e["type"] == "literal_error" and e["loc"][-1] == "type")
+    fitting = [e for e in errors if not any(e["loc"][:end] in others for end in range(len(e["loc"]) + 1))]
     if not fitting:
-        part = ".".join((*_path(others[0][:-1]), "type"))
+        part = ".".join((*_path(next(iter(others))[:-1]), "type"))
         return BadFrame("unknown_type", f"{part} is not one that the protocol knows", part, event_id)
     first = fitting[0]
     path = ".".join(_path(first["loc"])) or None

@@ -1,5 +1,6 @@
 """What can be done with a session besides talking: make, list, read, watch, rename, limit, close, delete, move its pages."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -13,11 +14,10 @@ from sessions.model import Limits, Session, SessionStatus, Totals, Turn
 from sessions.store import SessionStore
 from sessions.stream import Resume
 
-from . import views, wire
+from . import admission, prompt, views, wire
 from .auth import Principal
 from .codec import BadFrame
 from .modelinfo import ModelInfo
-from .prompt import PromptRefused
 from .run import Run, SessionClosed
 from .settings import LimitSettings
 from .streams import Event, Origin, Streams, Watcher
@@ -34,9 +34,9 @@ class Conversations:
     """Another tenant's session answers like an unknown one, everywhere; `anyone`: except to an admin."""
 
     def __init__(self, store: SessionStore, streams: Streams, tiers: Tiers, turns: Turns, info: ModelInfo, *,
-                 defaults: Limits, clock: Callable[[], float] = time.time) -> None:
+                 defaults: Limits, context_tokens: int, clock: Callable[[], float] = time.time) -> None:
         self._store, self._streams, self._tiers, self._turns, self._info = store, streams, tiers, turns, info
-        self._defaults, self._clock = defaults, clock
+        self._defaults, self._context_tokens, self._clock = defaults, context_tokens, clock
         self._totals: dict[str, tuple[float, Totals]] = {}
 
     # ---- reading
@@ -69,9 +69,8 @@ class Conversations:
     # ---- making and changing
     async def create(self, principal: Principal, request: wire.SessionRequest, watcher: Watcher | None = None,
                      event_id: str | None = None) -> wire.SessionObject:
-        """Raises LimitExceeded, InvalidLimit, PromptRefused."""
-        if request.instructions and self._info.template.before_instructions is None:
-            raise PromptRefused("instructions_unsupported", f"{self._info.name} takes no instructions")
+        """Raises LimitExceeded, InvalidLimit, PromptRefused, TurnRefused (instructions above the context)."""
+        await self._check_instructions(request.instructions)
         now = self._clock()
         session = Session(
             id=f"s_{uuid4().hex}", tenant_id=principal.tenant_id, owner_id=principal.tenant_id, status=SessionStatus.OPEN,
@@ -86,6 +85,17 @@ class Conversations:
         self._streams.publish(session.id, wire.event("session.created", epoch=session.epoch, session=shown),
                               Origin(watcher, event_id) if watcher is not None else None)
         return shown
+
+    async def _check_instructions(self, text: str) -> None:
+        """There must be room for a message of one token and an answer of one. Raises PromptRefused, TurnRefused."""
+        if not text:
+            return
+        admission.check_text(len(text.encode()), self._info.longest_token_bytes, self._context_tokens)
+        needed = len(await asyncio.to_thread(prompt.opening, self._info, text)) + 2
+        if needed > self._context_tokens:
+            raise admission.TurnRefused(admission.Refuse(
+                "context_tokens", self._context_tokens, needed,
+                f"with these instructions the shortest turn has {needed} tokens; the context has {self._context_tokens}"))
 
     async def rename(self, principal: Principal, session_id: str, title: str, origin: Origin | None = None) -> wire.SessionObject:
         session = await self.find(principal, session_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sessions import errors as sessions
 
-from . import admission, auth, codec, images, pixels, preparing, prompt, run
+from . import admission, auth, codec, gate, images, pixels, preparing, prompt, run
 from .engines import base as engines
 from .wire import Close, ErrorObject
 
@@ -46,7 +46,7 @@ FAILURES: dict[type[Exception], Failure] = {
     run.TurnCancelled: Failure("conflict"),
     sessions.LimitExceeded: Failure("limit_exceeded"),
     admission.TurnRefused: Failure("limit_exceeded"),
-    images.ImagesBusy: Failure("overloaded", retryable=True),
+    gate.ImagesBusy: Failure("overloaded", retryable=True),
     engines.EngineUnavailable: Failure("engine", retryable=True, code="engine_unavailable"),
     engines.EngineError: Failure("engine", code="engine_failed"),
     run.EngineFailure: Failure("engine"),

@@ -12,14 +12,13 @@ import json
 import os
 import re
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from .gate import ByteGate
 from .pixels import Header, ImageRefused, ImageRules, decode, read_header
 from .wire import FileObject
 
@@ -35,13 +34,7 @@ class ImageNotFound(Exception):
     """No such image for this tenant; another tenant's looks the same."""
 
     code = "file_not_found"
-
-
-class ImagesBusy(Exception):
-    """Too many images wait to be decoded. Retryable; nothing was kept."""
-
-    code = "images_busy"
-    retryable = True
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +71,16 @@ class Sidecar:
     """Those who uploaded it; nobody else sees it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An image that was looked at from outside only."""
+
+    data: bytes
+    header: Header
+    tokens: int
+    """Its price. Rotation does not change it."""
+
+
 def parse_data_url(url: str, max_bytes: int) -> bytes:
     """The bytes of a base64 data URL. The label in it is ignored: the bytes decide.
 
@@ -103,62 +106,6 @@ def parse_data_url(url: str, max_bytes: int) -> bytes:
         raise ImageRefused("image_url_invalid", "the image is not valid base64") from error
 
 
-class ByteGate:
-    """Admits work while the bytes of all admitted work stay within a capacity; first come, first served.
-
-    Work above the capacity runs alone. No more than `max_waiting` wait: one more raises ImagesBusy.
-    """
-
-    def __init__(self, capacity_bytes: int, max_waiting: int) -> None:
-        self.capacity_bytes, self.max_waiting = capacity_bytes, max_waiting
-        self.used_bytes = self.peak_bytes = 0
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def hold(self, size_bytes: int) -> AsyncIterator[None]:
-        size_bytes = min(size_bytes, self.capacity_bytes)
-        if self._line or self.used_bytes + size_bytes > self.capacity_bytes:
-            await self._wait(size_bytes)
-        else:
-            self._take(size_bytes)
-        try:
-            yield
-        finally:
-            self._give(size_bytes)
-
-    async def _wait(self, size_bytes: int) -> None:
-        if len(self._line) >= self.max_waiting:
-            raise ImagesBusy(f"{len(self._line)} images wait to be decoded already")
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((size_bytes, admitted))
-        try:
-            await admitted
-        except asyncio.CancelledError:
-            if admitted.cancelled():
-                self._line.remove((size_bytes, admitted))
-                self._admit()                               # the next in line may fit
-            else:
-                self._give(size_bytes)                      # admitted and cancelled in the same moment
-            raise
-
-    def _take(self, size_bytes: int) -> None:
-        self.used_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-    def _give(self, size_bytes: int) -> None:
-        self.used_bytes -= size_bytes
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._line and self.used_bytes + self._line[0][0] <= self.capacity_bytes:
-            size_bytes, admitted = self._line[0]
-            if admitted.cancelled():
-                return                                      # its own clean-up comes next and admits further
-            self._line.popleft()
-            self._take(size_bytes)
-            admitted.set_result(None)
-
-
 class ImageStore:
     """The image folder. Safe for concurrent use on one event loop; one process owns the folder."""
 
@@ -173,15 +120,23 @@ class ImageStore:
         for left in folder.glob("*.tmp"):                   # of a writer that was killed
             left.unlink()
 
-    async def add_url(self, tenant_id: str, url: str) -> ImageRecord:
-        """Raises ImageRefused, ImagesBusy."""
-        return await self.add(tenant_id, await self._in_pool(lambda: parse_data_url(url, self.max_bytes)))
+    async def look_url(self, url: str) -> Upload:
+        """As `look`, at the image in a data URL."""
+        return await self._in_pool(lambda: self._price(parse_data_url(url, self.max_bytes)))
+
+    async def look(self, data: bytes) -> Upload:
+        """Check and price an image by its header; nothing is decoded or kept. Raises ImageRefused."""
+        return await self._in_pool(lambda: self._price(data))
+
+    async def keep(self, tenant_id: str, upload: Upload) -> ImageRecord:
+        """Decode, normalise and keep an image. Durable when it returns. Raises ImageRefused, ImagesBusy."""
+        header = upload.header
+        async with self.gate.hold(header.width * header.height * DECODED_PIXEL_BYTES):
+            return await self._in_pool(lambda: self._keep(tenant_id, upload.data, header))
 
     async def add(self, tenant_id: str, data: bytes) -> ImageRecord:
-        """Check, decode, normalise and keep an image. Durable when it returns. Raises ImageRefused, ImagesBusy."""
-        header = await self._in_pool(lambda: self._price(data))
-        async with self.gate.hold(header.width * header.height * DECODED_PIXEL_BYTES):
-            return await self._in_pool(lambda: self._keep(tenant_id, data, header))
+        """`look`, then `keep`."""
+        return await self.keep(tenant_id, await self.look(data))
 
     async def get(self, tenant_id: str, digest: str) -> ImageRecord:
         """Raises ImageNotFound."""
@@ -238,10 +193,9 @@ class ImageStore:
             raise
 
     # ---- in a worker thread -----------------------------------------------------------------------------------
-    def _price(self, data: bytes) -> Header:
+    def _price(self, data: bytes) -> Upload:
         header = read_header(data, self.max_bytes, self.max_pixels)
-        self._rules().grid(header.width, header.height)
-        return header
+        return Upload(data, header, self._rules().tokens(header.width, header.height))
 
     def _rules(self) -> ImageRules:
         if self.rules is None:

@@ -44,6 +44,8 @@ class ModelInfo:
     vision_start_id: int | None
     vision_end_id: int | None
     rules: ImageRules | None
+    longest_token_bytes: int
+    """At least: no token of ordinary text stands for more bytes."""
     weights_digest: str
     tokenizer_digest: str
     """Of tokenizer and chat template."""
@@ -96,7 +98,8 @@ def read(name: str, revision: str | None = None) -> ModelInfo:
         context_tokens=context_tokens, tokenizer=tokenizer, template=template, stop_token_ids=tuple(sorted(stop)),
         image_token_id=image_token_id, vision_start_id=vision[0] if image_token_id is not None else None,
         vision_end_id=vision[1] if image_token_id is not None else None,
-        rules=None if image_token_id is None else _rules(folder), weights_digest=weights_digest(folder),
+        rules=None if image_token_id is None else _rules(folder),
+        longest_token_bytes=max(len(token.encode()) for token in tokenizer.get_vocab()), weights_digest=weights_digest(folder),
         tokenizer_digest=hashlib.sha256((folder / "tokenizer.json").read_bytes() + b"\0" + source.encode()).hexdigest())
 
 

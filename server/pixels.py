@@ -21,7 +21,9 @@ Image.MAX_IMAGE_PIXELS = None
 
 
 class ImageRefused(Exception):
-    """This image is not accepted. `limit` and `requested` are set where a number refused."""
+    """This image is not accepted. `limit` and `requested` are set where a number refused, `param` where it was one of several."""
+
+    param: str | None = None
 
     def __init__(self, code: str, message: str, limit: int | None = None, requested: int | None = None) -> None:
         super().__init__(message)

@@ -2,7 +2,9 @@
 nothing was changed."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from sessions import budgets, tree
 from sessions.budgets import Book
@@ -23,12 +25,16 @@ from sessions.store import SessionStore
 
 from . import admission, wire
 from .engines import channel
-from .images import ImageStore
+from .gate import ImagesBusy
+from .images import ImageNotFound, ImageRecord, ImageStore, Upload
 from .modelinfo import ModelInfo
+from .pixels import ImageRefused
 from .prompt import Detokeniser, TurnPrompt, next_turn, open_turn
 from .run import Run, SessionClosed
 from .streams import Streams
 from .tiers import Engines, Tiers
+
+A, B = TypeVar("A"), TypeVar("B")
 
 ROOT = "root"
 """As previous_response_id: answer after nothing, a new branch from the start."""
@@ -104,18 +110,25 @@ class Preparer:
         budgets.check(limits, book.totals, book.reserved, added_tokens=1, max_output_tokens=1, images_in_message=pictures)
         if not any(isinstance(part, wire.InputImage) or part.text for part in asked):
             raise EmptyInput("the message has neither text nor an image")
+        admission.check_text(sum(len(part.text.encode()) for part in asked if isinstance(part, wire.InputText)),
+                             self._info.longest_token_bytes, self._context_tokens)
         branch = await self._branch(session, frame.previous_response_id)
-        parts = await asyncio.gather(*(self._part(session.tenant_id, part) for part in asked))
+        looked = await _all(asked, lambda part: self._look(session.tenant_id, part))
         before = tree.content(branch)
-        prompt = self._prompt(session, branch, before, parts)
-        content = self._tiers.content(session.tenant_id, tree.BranchContent(
-            before.token_ids + tuple(prompt.input_ids), before.images + prompt.images))
+        prompt = await asyncio.to_thread(self._prompt, session, branch, before, [_priced(part) for part in looked])
         admitted = admission.admit(
-            limits, book.totals, book.reserved, prompt_tokens=len(content.token_ids), added_tokens=len(prompt.input_ids),
-            max_output_tokens=frame.max_output_tokens, default_output_tokens=self._default_output_tokens,
-            images_in_message=pictures, geometry=self._engines.geometry, context_tokens=self._context_tokens)
+            limits, book.totals, book.reserved, prompt_tokens=len(before.token_ids) + len(prompt.input_ids),
+            added_tokens=len(prompt.input_ids), max_output_tokens=frame.max_output_tokens,
+            default_output_tokens=self._default_output_tokens, images_in_message=pictures,
+            geometry=self._engines.geometry, context_tokens=self._context_tokens)
         if isinstance(admitted, admission.Refuse):
             raise admission.TurnRefused(admitted)
+        kept = await _all(looked, lambda part: self._keep(session.tenant_id, part))        # only now are images decoded
+        prompt = prompt._replace(parts=tuple(
+            replace(part, start=placed.start) if isinstance(part, ImagePart) and isinstance(placed, ImagePart) else part
+            for part, placed in zip(kept, prompt.parts, strict=True)))
+        content = self._tiers.content(session.tenant_id, tree.BranchContent(
+            before.token_ids + tuple(prompt.input_ids), before.images + prompt.images))
         max_output = admitted.max_output_tokens
         book.reserve(run.id, limits, added_tokens=len(prompt.input_ids), max_output_tokens=max_output, images_in_message=pictures)
         return Prepared(
@@ -135,13 +148,15 @@ class Preparer:
         except TurnNotFound:
             raise PreviousNotFound(f"{session.id} has no response {previous[:80]}") from None
 
-    async def _part(self, tenant_id: str, part: wire.InputText | wire.InputImage) -> Part:
+    async def _look(self, tenant_id: str, part: wire.InputText | wire.InputImage) -> Part | Upload:
         if isinstance(part, wire.InputText):
             return TextPart(part.text)
-        record = (await self._images.get(tenant_id, part.file_id) if part.file_id is not None
-                  else await self._images.add_url(tenant_id, part.image_url or ""))
-        return ImagePart(digest=record.digest, width=record.width, height=record.height, grid=record.grid,
-                         tokens=record.tokens, start=0)
+        if part.file_id is not None:
+            return _image(await self._images.get(tenant_id, part.file_id))
+        return await self._images.look_url(part.image_url or "")
+
+    async def _keep(self, tenant_id: str, part: Part | Upload) -> Part:
+        return _image(await self._images.keep(tenant_id, part)) if isinstance(part, Upload) else part
 
     def _prompt(self, session: Session, branch: tuple[Turn, ...], before: tree.BranchContent, parts: list[Part]) -> TurnPrompt:
         if not branch:
@@ -159,3 +174,27 @@ class Preparer:
                 streams.publish(session.id, wire.event("budget.reached", name=name, limit=limit, used=used))
             elif name not in known and used < limit:
                 streams.publish(session.id, wire.event("budget.warning", name=name, limit=limit, used=used))
+
+
+def _image(record: ImageRecord) -> ImagePart:
+    return ImagePart(digest=record.digest, width=record.width, height=record.height, grid=record.grid, tokens=record.tokens, start=0)
+
+
+def _priced(part: Part | Upload) -> Part:
+    """As long as it is only looked at, an image counts, and nothing more."""
+    if not isinstance(part, Upload):
+        return part
+    return ImagePart(digest="", width=part.header.width, height=part.header.height, grid=(1, 1, 1), tokens=part.tokens, start=0)
+
+
+async def _all(parts: Sequence[A], work: Callable[[A], Awaitable[B]]) -> list[B]:
+    """Side by side, in order. What is wrong with the first bad part is raised, with the part's place as `param`."""
+    done = await asyncio.gather(*(work(part) for part in parts), return_exceptions=True)
+    out: list[B] = []
+    for i, result in enumerate(done):
+        if isinstance(result, BaseException):
+            if isinstance(result, ImageRefused | ImagesBusy | ImageNotFound):
+                result.param = f"input.0.content.{i}"
+            raise result
+        out.append(result)
+    return out

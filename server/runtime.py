@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,8 +170,13 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
         ready=lambda ready: services.engine_ready(ready), down=lambda reason: services.engine_down(reason))
     policy = PlanPolicy(settings.idle.to_host_s, settings.idle.to_storage_s, settings.pressure.high, settings.pressure.low,
                         settings.engine.page_tokens)
+
+    @lru_cache(maxsize=1024)
+    def opening_tokens(instructions: str) -> int:
+        return len(prompt.opening(info, instructions))
+
     tiers = Tiers(store, streams, supervisor, policy, background=background, salt_of=auth.salt, moved=metrics.moved,
-                  common_tokens=lambda session: len(prompt.opening(info, session.instructions)))
+                  common_tokens=lambda session: opening_tokens(session.instructions))
     defaults = limits_of(settings.limits)
     preparer = Preparer(store, images, info, tiers, supervisor, defaults=defaults, context_tokens=context_tokens(settings, info),
                         default_output_tokens=settings.limits.default_output_tokens)
@@ -180,6 +186,6 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
 
     turns = Turns(store, streams, tiers, supervisor, preparer, grace_s=settings.server.grace_s,
                   heartbeat_s=settings.server.heartbeat_s, metrics=metrics, ended=ended)
-    conversations = Conversations(store, streams, tiers, turns, info, defaults=defaults)
+    conversations = Conversations(store, streams, tiers, turns, info, defaults=defaults, context_tokens=context_tokens(settings, info))
     services = Services(settings, info, store, auth, images, streams, supervisor, tiers, turns, conversations, metrics, background)
     return services

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 import sessions.errors
-from server import admission, auth, codec, failures, images, pixels, preparing, prompt, run, wire
+from server import admission, auth, codec, failures, gate, images, pixels, preparing, prompt, run, wire
 from server.engines import base
 from server.failures import FAILURES, STATUS, close_code, error_object, http_status, status
 
@@ -27,7 +27,7 @@ from server.failures import FAILURES, STATUS, close_code, error_object, http_sta
     (codec.BadUtf8("invalid_utf8", "no"), ("invalid_request", "invalid_utf8", None, None, None, False), 400, 1007),
     (pixels.ImageRefused("image_too_many_pixels", "big", 50, 60), ("invalid_request", "image_too_many_pixels", None, 50, 60, False), 413, None),
     (pixels.ImageRefused("image_unreadable", "cut"), ("invalid_request", "image_unreadable", None, None, None, False), 400, None),
-    (images.ImagesBusy("busy"), ("overloaded", "images_busy", None, None, None, True), 503, None),
+    (gate.ImagesBusy("busy"), ("overloaded", "images_busy", None, None, None, True), 503, None),
     (images.ImageNotFound("x"), ("not_found", "file_not_found", None, None, None, False), 404, None),
     (auth.AuthError("no"), ("authentication", "unauthenticated", None, None, None, False), 401, 4500),
     (auth.Forbidden("no"), ("authentication", "forbidden", None, None, None, False), 403, None),

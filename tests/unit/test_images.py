@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from server import images
-from server.images import ByteGate, ImageNotFound, ImagesBusy, ImageStore, parse_data_url
+from server.gate import ByteGate, ImagesBusy
+from server.images import ImageNotFound, ImageStore, parse_data_url
 from server.pixels import ImageRefused, ImageRules
 
 QWEN = ImageRules(patch=14, merge=2, min_pixels=3136, max_pixels=12_845_056)
@@ -168,7 +169,7 @@ async def test_the_same_picture_is_one_file_in_every_form(store):
     """Formats, labels and data URL forms of one picture share one id and one set of files."""
     text = base64.b64encode(png()).decode()
     ids = {(await store.add("t", png(form=form))).digest for form in ("PNG", "BMP", "TIFF")}
-    ids |= {(await store.add_url("t", url)).digest for url in (
+    ids |= {(await store.keep("t", await store.look_url(url))).digest for url in (
         "data:image/jpeg;base64," + text, text, "data:image/png;base64," + text.replace("+", "-").replace("/", "_").rstrip("="))}
     assert len(ids) == 1 and len(list(store.folder.iterdir())) == 3
 
