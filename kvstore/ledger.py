@@ -187,7 +187,8 @@ class Ledger:
                     entry.storage_tokens = max(entry.storage_tokens, upper, entry.host_tokens)
                     # A page freed on the device had its host copy freed as well, so every moved token counts here.
                     entry.host_tokens = max(0, entry.host_tokens - receipt.tokens)
-                entry.device_tokens = max(0, entry.device_tokens - moved_device)
+                # What stayed because others share it is theirs now.
+                entry.device_tokens = max(0, entry.device_tokens - moved_device - receipt.shared_kept_tokens)
                 entry.device_exclusive_tokens = max(0, entry.device_exclusive_tokens - moved_device)
             case KvVerb.RESTORE | KvVerb.PREFETCH:
                 before = entry.device_tokens

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
@@ -42,6 +44,21 @@ class LogFile:
         with self.path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+TREE_GONE_S = 10.0
+"""A killed process that maps gigabytes takes a moment to go; longer means that the kernel itself is stuck."""
+
+
+def _group_alive(group: int) -> bool:
+    """Does any process of the group still run? Dead ones that nobody has waited for do not count."""
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+        except (ProcessLookupError, PermissionError):
+            continue
+    return False
 
 
 class Child:
@@ -80,6 +97,9 @@ class Child:
             await asyncio.wait({asyncio.ensure_future(self.wait())}, timeout=grace_s)
         _kill_group(self.pid, signal.SIGKILL)
         await self.wait()
+        until_s = time.monotonic() + TREE_GONE_S
+        while _group_alive(self.pid) and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)
         await asyncio.wait({self._pump}, timeout=1)       # a grandchild in a session of its own may hold the pipe open
         self._pump.cancel()
         self._record.unlink(missing_ok=True)

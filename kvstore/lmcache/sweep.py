@@ -15,7 +15,7 @@ def sweep_shm(folder: Path = Path("/dev/shm")) -> int:
     freed = 0
     for path in folder.glob("lmcache_kv_*"):
         match = _POOL_SEGMENT.match(path.name)
-        if match is None or Path(f"/proc/{match[1]}").exists():
+        if match is None or _alive(match[1]):
             continue
         try:
             size = path.stat().st_size
@@ -24,6 +24,15 @@ def sweep_shm(folder: Path = Path("/dev/shm")) -> int:
         except FileNotFoundError:
             continue                                 # somebody else swept it first
     return freed
+
+
+def _alive(pid: str) -> bool:
+    """A process that was killed but not yet waited for has let go of its memory."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 def storage_bytes(folder: Path) -> int:
