@@ -13,6 +13,8 @@ from .wire import Close, ErrorObject, event
 
 AUTHENTICATE_WITHIN_S = 10.0
 """How long a socket without a login may stay open before its ticket must have come."""
+UNAUTHENTICATED_FRAME_BYTES = 4096
+"""A ticket fits; nothing else is read before the login."""
 MAX_ATTACHED_SESSIONS = 256
 """Sessions that one socket may watch."""
 
@@ -134,6 +136,11 @@ class Connection:
     deadline_s: float | None = None
     """When an unauthenticated socket is closed; None once it is authenticated."""
 
+    @property
+    def frame_limit_bytes(self) -> int:
+        """The largest frame that is read now."""
+        return min(self.frame_bytes, UNAUTHENTICATED_FRAME_BYTES) if self.state is State.AWAITING_TICKET else self.frame_bytes
+
     def _step(self, what: Input) -> None:
         try:
             self.state = TRANSITIONS[self.state, what]
@@ -204,10 +211,11 @@ class Connection:
 
     def too_big(self, size_bytes: int) -> list[Command]:
         """A frame above the announced limit."""
+        limit, when = self.frame_limit_bytes, "" if self.state is State.READY else " before the login"
         self._step(Input.VIOLATION)
-        error = ErrorObject("limit_exceeded", "frame_too_big", f"a frame may have {self.frame_bytes} bytes, this one has "
-                            f"{size_bytes}", param="frame_bytes", limit=self.frame_bytes, requested=size_bytes)
-        return [Send(error_event(error)), Hangup(Close.TOO_BIG, f"a frame may have {self.frame_bytes} bytes")]
+        error = ErrorObject("limit_exceeded", "frame_too_big", f"a frame may have {limit} bytes{when}, this one has {size_bytes}",
+                            param="frame_bytes", limit=limit, requested=size_bytes)
+        return [Send(error_event(error)), Hangup(Close.TOO_BIG, f"a frame may have {limit} bytes{when}")]
 
     # ---- attachments
     def attached(self, session_id: str) -> None:

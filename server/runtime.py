@@ -33,6 +33,7 @@ from .supervisor import DaemonCommand, MakeEngine, Supervisor
 from .telemetry import Metrics
 from .tiers import Tiers
 from .turns import Turns
+from .waiting import WaitingRoom
 
 if TYPE_CHECKING:
     from .socket import Socket
@@ -87,6 +88,7 @@ class Services:
     conversations: Conversations
     metrics: Metrics
     background: Background
+    waiting: WaitingRoom
     sockets: "set[Socket]" = field(default_factory=set)
     started_at: float = field(default_factory=time.time)
     pressure: Pressure | None = None
@@ -187,5 +189,6 @@ def build(settings: Settings, *, make_engine: MakeEngine | None = None, daemon_c
     turns = Turns(store, streams, tiers, supervisor, preparer, grace_s=settings.server.grace_s,
                   heartbeat_s=settings.server.heartbeat_s, metrics=metrics, ended=ended)
     conversations = Conversations(store, streams, tiers, turns, info, defaults=defaults, context_tokens=context_tokens(settings, info))
-    services = Services(settings, info, store, auth, images, streams, supervisor, tiers, turns, conversations, metrics, background)
+    services = Services(settings, info, store, auth, images, streams, supervisor, tiers, turns, conversations, metrics, background,
+                        WaitingRoom(settings.server.waiting_sockets, settings.server.waiting_sockets_per_address))
     return services

@@ -18,6 +18,7 @@ from .processes import FolderTaken, lock
 from .runtime import DEMO, Services, model_folder
 from .settings import Settings
 from .telemetry import configure_logging
+from .transports import Http, WebSocket
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +49,7 @@ def uvicorn_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     """uvicorn's own access log would write query strings; requests are logged by `http.Route`."""
     return uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, lifespan="on", server_header=False,
-        ws_max_size=settings.server.frame_bytes * WS_SIZE_FACTOR, ws_per_message_deflate=False,
+        http=Http, ws=WebSocket, ws_max_size=settings.server.frame_bytes * WS_SIZE_FACTOR, ws_per_message_deflate=False,
         ws_ping_interval=settings.server.heartbeat_s, ws_ping_timeout=PONG_WITHIN_S,
         timeout_graceful_shutdown=GRACEFUL_S)
 

@@ -47,6 +47,10 @@ class ServerSettings(Part):
     """How long a turn outlives its last watching socket."""
     replay_events: int = Field(default=4096, ge=1)
     """Events kept per session for a lossless resume."""
+    waiting_sockets: int = Field(default=256, ge=1)
+    """Sockets that have not signed in yet, in all; one more is refused until one has signed in or gone."""
+    waiting_sockets_per_address: int = Field(default=32, ge=1)
+    """The same from one address. Behind a proxy that does not tell its clients' addresses, that is everybody."""
     outbox_events: int = Field(default=1024, ge=1)
     """Events buffered for one socket; a reader that stays behind is detached and resumes by seq."""
 

@@ -1,13 +1,14 @@
 """The WebSocket shell of `protocol.py`: the upgrade, one reader, one bounded writer, the commands."""
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 from fastapi import Response, WebSocket, WebSocketDisconnect
 
 from . import codec, views, wire
 from .auth import AuthError, Forbidden, Principal
-from .failures import error_object
+from .failures import RETRY_AFTER_MS, error_object
 from .outbox import Outbox
 from .protocol import (
     Announce,
@@ -39,9 +40,31 @@ async def chat(websocket: WebSocket, services: Services) -> None:
     if isinstance(refusal, Response):
         await websocket.send_denial_response(refusal)
         return
-    offered = websocket.scope.get("subprotocols") or []
-    await websocket.accept(subprotocol=wire.SUBPROTOCOL if offered else None)
-    await Socket(websocket, services, principal=refusal).serve()
+    address = websocket.client.host if websocket.client is not None else ""
+    if refusal is None and not services.waiting.enter(address):
+        told = wire.ErrorObject("overloaded", "too_many_waiting", "too many sockets wait to be signed in", retryable=True,
+                                retry_after_ms=RETRY_AFTER_MS)
+        await websocket.send_denial_response(services.refusal(told))
+        return
+    leave = Once(lambda: services.waiting.leave(address) if refusal is None else None)
+    try:
+        offered = websocket.scope.get("subprotocols") or []
+        await websocket.accept(subprotocol=wire.SUBPROTOCOL if offered else None)
+        await Socket(websocket, services, principal=refusal, signed_in=leave).serve()
+    finally:
+        leave()
+
+
+class Once:
+    """Calls it at the first call, and never again."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
+
+    def __call__(self) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
 
 
 async def _refuse_upgrade(websocket: WebSocket, services: Services) -> Response | Principal | None:
@@ -66,8 +89,8 @@ async def _refuse_upgrade(websocket: WebSocket, services: Services) -> Response 
 class Socket:
     """A watcher of any number of sessions."""
 
-    def __init__(self, websocket: WebSocket, services: Services, principal: Principal | None) -> None:
-        self._websocket, self._services, self._principal = websocket, services, principal
+    def __init__(self, websocket: WebSocket, services: Services, principal: Principal | None, signed_in: Callable[[], None]) -> None:
+        self._websocket, self._services, self._principal, self._signed_in = websocket, services, principal, signed_in
         self._connection = Connection(frame_bytes=services.settings.server.frame_bytes)
         self._outbox = Outbox(services.settings.server.outbox_events)
         self._queued = asyncio.Event()
@@ -152,7 +175,7 @@ class Socket:
                 return
             text = message.get("text")
             size = len(message["bytes"]) if text is None else len(text.encode())
-            if size > self._connection.frame_bytes:
+            if size > self._connection.frame_limit_bytes:
                 await self._do(self._connection.too_big(size))
             elif text is None:
                 await self._do(self._connection.refuse(wire.ErrorObject("invalid_request", "binary_frame", "frames are JSON text")))
@@ -204,6 +227,7 @@ class Socket:
         except AuthError as error:
             await self._do(self._connection.ticket_refused(error_object(error), command.event_id))
             return
+        self._signed_in()
         await self._do(self._connection.ticket_accepted(
             tenant=self._who.tenant_id, role=str(self._who.role), token=self._services.auth.token_for(self._who),
             event_id=command.event_id))
