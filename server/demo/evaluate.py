@@ -15,6 +15,7 @@ from typing import Any
 
 from PIL import Image
 
+from kvstore.sglang import stubs
 from server.demo.cases import Case, cases
 from server.demo.dialogues import SYSTEM
 
@@ -76,11 +77,14 @@ class Model:
     """The model in transformers. `answer` is an `Answer`."""
 
     def __init__(self, folder: Path, device: str) -> None:
+        if device == "cpu":
+            stubs.install()  # PyPI's torchvision, which the processor imports, is made for CUDA's torch
         import torch
         from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).to(device).eval()
+        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+        self.model: Any = model.to(device).eval()
         self.processor = AutoProcessor.from_pretrained(folder)
         self.device = device
 

@@ -6,6 +6,7 @@ Master weights are float32; each step casts them to bf16 once, adds the low-rank
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,13 @@ def text_after(x: Tensor, seen: Tensor, out: Tensor, norm: Tensor, gate_up: Tens
 class Network(nn.Module):
     """`language` and `tower`: weights by the names of `convert` and of the vision checkpoint; `lora`: as in weights/lora.safetensors."""
 
+    input_layernorm: Tensor
+    post_attention_layernorm: Tensor
+    norm: Tensor
+    embeddings: Tensor
+    mean: Tensor
+    spread: Tensor
+
     def __init__(self, language: dict[str, Tensor], tower: dict[str, Tensor], lora: dict[str, Tensor], dtype: torch.dtype, compiled: bool) -> None:
         super().__init__()
         self.dtype = dtype
@@ -93,7 +101,7 @@ class Network(nn.Module):
         self.register_buffer("embeddings", language["embed_tokens.weight"].to(dtype))
         self.register_buffer("mean", torch.tensor(MEAN).repeat_interleave(196) * 255)
         self.register_buffer("spread", torch.tensor(SPREAD).repeat_interleave(196) * 255)
-        parts: list[Callable[..., object]] = [vision_before, vision_after, text_before, text_after]
+        parts: list[Callable[..., Any]] = [vision_before, vision_after, text_before, text_after]
         self._vision_before, self._vision_after, self._text_before, self._text_after = (torch.compile(p, dynamic=False) if compiled else p for p in parts)
 
     def see(self, patches: Tensor, grid: Tensor, starts: Tensor, longest: int) -> Tensor:

@@ -6,7 +6,7 @@ one shape only. Pixels travel as bytes; they are normalised on the GPU.
 
 import multiprocessing as mp
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
@@ -85,7 +85,7 @@ def pack(samples: list[Sample], shape: Shape, replay: Replay | None = None, r: r
         for picture in sample.pictures:
             count, (rows, columns) = len(picture.patches), picture.grid
             pixels[patch : patch + count] = picture.patches
-            where = np.stack(np.mgrid[:rows, :columns], -1).reshape(rows // MERGE, MERGE, columns // MERGE, MERGE, 2)
+            where = np.moveaxis(np.mgrid[:rows, :columns], 0, -1).reshape(rows // MERGE, MERGE, columns // MERGE, MERGE, 2)
             grid[patch : patch + count] = where.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
             cells[patch // MERGE**2 : (patch + count) // MERGE**2] = picture.cells
             slots.append(picture.slots)
@@ -129,7 +129,7 @@ def _fitting(r: random.Random, shape: Shape) -> Sample:
             return sample
 
 
-def packs(seed: int, shape: Shape, replay: Replay | None) -> "Iterator[Any]":
+def packs(seed: int, shape: Shape, replay: Replay | None) -> Generator[Any, np.ndarray | None, None]:
     """Endless packs from one seed. Send each a place for its patches, or None."""
     r = random.Random(seed)
     waiting: Sample | None = None

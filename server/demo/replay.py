@@ -57,7 +57,7 @@ def base_model(language: dict[str, Tensor], device: torch.device, dtype: torch.d
         num_key_value_heads=KEY_HEADS, head_dim=HEAD, rms_norm_eps=TEXT_EPSILON, max_position_embeddings=8192, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": TEXT_THETA}, bos_token_id=1, eos_token_id=END, pad_token_id=END,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model.model.load_state_dict({name: weight.float() for name, weight in language.items()})
     return model.to(device, dtype).eval()
 

@@ -47,7 +47,7 @@ class Trainer:
         self.steps, self.joint_steps, self.spent_s = 0, 0, 0.0
 
     def state(self) -> dict[str, Any]:
-        parts = {"network": self.network, "probes": self.probes, "optimizer": self.optimizer}
+        parts: dict[str, Any] = {"network": self.network, "probes": self.probes, "optimizer": self.optimizer}
         return {name: part.state_dict() for name, part in parts.items()} | {"counts": (self.steps, self.joint_steps, self.spent_s)}
 
     def load(self, state: dict[str, Any]) -> None:
