@@ -122,6 +122,13 @@ class Ledger:
         return {Tier.DEVICE: sum(e.device_tokens for e in entries), Tier.HOST: sum(e.host_tokens for e in entries),
                 Tier.STORAGE: sum(e.storage_tokens for e in entries)}
 
+    def pinned_tokens(self, now_s: float, besides: str) -> int:
+        """Device tokens that pins of other owners hold; the prefix that they share is counted once."""
+        pinned = [e for e in self._entries.values()
+                  if e.owner != besides and e.pinned_until_s is not None and e.pinned_until_s > now_s]
+        return (sum(e.device_exclusive_tokens for e in pinned)
+                + max((e.device_tokens - e.device_exclusive_tokens for e in pinned), default=0))
+
     def by_state(self) -> dict[Residency, int]:
         counts = Counter(entry.state for entry in self._entries.values())
         return {state: counts[state] for state in Residency}

@@ -82,9 +82,9 @@ class KvManager:
         while (running := self._verbs.get(owner)) is not None:
             await asyncio.wait({running})
         if owner in self.ledger and self.ledger.entry(owner).busy:
-            return self._refused(verb, owner, "a turn is running")
+            return self.refused(verb, owner, "a turn is running")
         if self._waiting_turns[owner]:
-            return self._refused(verb, owner, "a turn is waiting")
+            return self.refused(verb, owner, "a turn is waiting")
         generation = self.ledger.begin_verb(owner, verb)
         task = asyncio.create_task(self._execute(verb, owner, generation, args), name=f"{verb} {owner}")
         self._verbs[owner] = task
@@ -94,8 +94,12 @@ class KvManager:
 
     async def _execute(self, verb: KvVerb, owner: str, generation: int, args: dict[str, Any]) -> Receipt:
         receipt = await self._run(verb, owner, **args)
-        if self.ledger.apply_receipt(receipt, generation) and receipt.outcome is Outcome.DONE and verb is KvVerb.PIN:
+        if not self.ledger.apply_receipt(receipt, generation):
+            return receipt
+        if receipt.outcome is Outcome.DONE and verb is KvVerb.PIN:
             self.ledger.pin(owner, args["until"] if args["until"] > self._clock() else None)
+        if verb in (KvVerb.RESTORE, KvVerb.PREFETCH):
+            self.ledger.touch(owner, self._clock())     # somebody wants it here: idleness begins anew
         return receipt
 
     def _ended(self, owner: str, task: asyncio.Task[Receipt]) -> None:
@@ -107,7 +111,7 @@ class KvManager:
         self._tell(owner, None if failed else task.result())
 
     @staticmethod
-    def _refused(verb: KvVerb, owner: str, reason: str) -> Receipt:
+    def refused(verb: KvVerb, owner: str, reason: str) -> Receipt:
         """Never reached the engine, so it carries generation 0: the session's own is the caller's to know."""
         return Receipt(f"kv_{uuid.uuid4().hex[:16]}", verb, owner, generation=0, outcome=Outcome.REFUSED, reason=reason)
 

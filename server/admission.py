@@ -42,10 +42,12 @@ class TurnRefused(Exception):
 
 
 def admit(limits: Limits, totals: Totals, reserved: Totals, *, prompt_tokens: int, added_tokens: int, max_output_tokens: int | None,
-          default_output_tokens: int, images_in_message: int, geometry: Geometry | None, context_tokens: int) -> Admit | Refuse:
+          default_output_tokens: int, images_in_message: int, geometry: Geometry | None, context_tokens: int,
+          pinned_tokens: int = 0) -> Admit | Refuse:
     """`limits` are those in force, `totals` and `reserved` what committed and running turns used.
 
-    prompt_tokens: the whole prompt, history included; added_tokens: what this turn adds to it. Changes nothing.
+    prompt_tokens: the whole prompt, history included; added_tokens: what this turn adds to it;
+    pinned_tokens: of the device pool, what pins of other sessions hold. Changes nothing.
     """
     def refusal(output_tokens: int) -> Refuse | None:
         try:
@@ -53,7 +55,7 @@ def admit(limits: Limits, totals: Totals, reserved: Totals, *, prompt_tokens: in
                           images_in_message=images_in_message)
         except LimitExceeded as error:
             return Refuse(error.name, error.limit, error.requested, str(error))
-        return _fits(limits, prompt_tokens, output_tokens, geometry, context_tokens)
+        return _fits(limits, prompt_tokens, output_tokens, geometry, context_tokens, pinned_tokens)
 
     asked = max_output_tokens
     if asked is None:
@@ -77,7 +79,8 @@ def check_text(text_bytes: int, longest_token_bytes: int, context_tokens: int) -
                                  f"a text of {text_bytes} bytes is at least {least_tokens} tokens; the context has {context_tokens}"))
 
 
-def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geometry | None, context_tokens: int) -> Refuse | None:
+def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geometry | None, context_tokens: int,
+          pinned_tokens: int) -> Refuse | None:
     """The sequence as a whole: context, pool, bytes by tier."""
     sequence_tokens = prompt_tokens + output_tokens
     what = f"the prompt of {prompt_tokens} tokens and an answer of up to {output_tokens}"
@@ -86,9 +89,12 @@ def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geom
     if geometry is None:
         return None
     pool_pages = geometry.device_tokens // geometry.page_tokens
-    if geometry.pages(sequence_tokens) > pool_pages:
-        return Refuse("device_tokens", pool_pages * geometry.page_tokens, sequence_tokens,
-                      f"{what} can never fit into the engine's pool of {pool_pages * geometry.page_tokens} tokens")
+    pinned_pages = min(pool_pages, geometry.pages(pinned_tokens))
+    if geometry.pages(sequence_tokens) > pool_pages - pinned_pages:
+        left_tokens = (pool_pages - pinned_pages) * geometry.page_tokens
+        return Refuse("device_tokens", left_tokens, sequence_tokens,
+                      f"{what} cannot fit into the engine's pool of {pool_pages * geometry.page_tokens} tokens"
+                      + (f", of which others have pinned {pinned_pages * geometry.page_tokens}" if pinned_pages else ""))
     over = budget.check(geometry, sequence_tokens, {
         Tier.DEVICE: limits.device_bytes, Tier.HOST: limits.host_bytes, Tier.STORAGE: limits.storage_bytes})
     if over is None:

@@ -198,6 +198,8 @@ class Conversations:
     async def move(self, session: Session, verb: KvVerb, *, to: Tier = Tier.HOST, seconds: float = 0.0) -> Receipt:
         if session.status is SessionStatus.CLOSED:
             raise SessionClosed(session.id)
+        if verb is KvVerb.PIN and seconds > 0 and not self._tiers.may_pin(session.id, self._turns.longest_tokens(session.id)):
+            return self._tiers.manager.refused(verb, session.id, "a turn that is running or waiting needs the room")
         return await self._tiers.run(verb, session.id, to=to, seconds=seconds)
 
     async def typing(self, principal: Principal, session_id: str) -> None:

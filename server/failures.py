@@ -5,6 +5,8 @@ An exception that is not in the table is a fault of the server: the client gets 
 
 from dataclasses import dataclass
 
+from starlette.requests import ClientDisconnect
+
 from sessions import errors as sessions
 
 from . import admission, auth, codec, gate, images, pixels, preparing, prompt, run
@@ -37,6 +39,7 @@ FAILURES: dict[type[Exception], Failure] = {
     sessions.SessionNotFound: Failure("not_found"),
     sessions.TurnNotFound: Failure("not_found"),
     images.ImageNotFound: Failure("not_found"),
+    ClientDisconnect: Failure("invalid_request", code="client_gone"),
     sessions.TurnInFlight: Failure("conflict", retryable=True),
     sessions.Conflict: Failure("conflict", retryable=True),
     sessions.Duplicate: Failure("conflict"),
@@ -56,7 +59,7 @@ FAILURES: dict[type[Exception], Failure] = {
 
 STATUS = {"invalid_request": 400, "authentication": 401, "not_found": 404, "conflict": 409, "limit_exceeded": 422,
           "overloaded": 503, "engine": 503, "server": 500}
-STATUS_OF_CODE = {"forbidden": 403, "origin_refused": 403, "image_too_many_bytes": 413, "image_too_many_pixels": 413,
+STATUS_OF_CODE = {"client_gone": 499, "forbidden": 403, "origin_refused": 403, "image_too_many_bytes": 413, "image_too_many_pixels": 413,
                   "frame_bytes_exceeded": 413, "image_bytes_exceeded": 413, "image_type_unsupported": 415, "store_unavailable": 503}
 """Where one error of a type has a better status of its own."""
 

@@ -21,6 +21,11 @@ class Outbox:
         self._live = 0
         """Queued events that count against the bound."""
 
+    @property
+    def replaying(self) -> int:
+        """Queued events of replays."""
+        return len(self._events) - self._live
+
     def __len__(self) -> int:
         return len(self._events)
 
@@ -38,7 +43,8 @@ class Outbox:
         return True
 
     def replay(self, events: Iterable[dict[str, Any]]) -> None:
-        """Queue events that a resume brings back. The replay buffer bounds them, so they do not count here."""
+        """Queue events that a resume brings back. The replay buffer bounds them, so they do not count here;
+        whoever calls waits until the replay before is gone."""
         self._events.extend((event, False) for event in events)
 
     def pop(self) -> dict[str, Any] | None:

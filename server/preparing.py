@@ -61,6 +61,10 @@ class Prepared:
     sampling: channel.Sampling
     detokeniser: Detokeniser
 
+    @property
+    def longest_tokens(self) -> int:
+        return len(self.content.token_ids) + self.sampling.max_new_tokens
+
     def generate(self, turn_id: str, session: Session) -> channel.Generate:
         return channel.Generate(turn_id=turn_id, session_id=session.id, generation=session.generation,
                                 branch_id=self.parent_id or ROOT, content=self.content, sampling=self.sampling)
@@ -120,7 +124,8 @@ class Preparer:
             limits, book.totals, book.reserved, prompt_tokens=len(before.token_ids) + len(prompt.input_ids),
             added_tokens=len(prompt.input_ids), max_output_tokens=frame.max_output_tokens,
             default_output_tokens=self._default_output_tokens, images_in_message=pictures,
-            geometry=self._engines.geometry, context_tokens=self._context_tokens)
+            geometry=self._engines.geometry, context_tokens=self._context_tokens,
+            pinned_tokens=self._tiers.pinned_tokens(session.id))
         if isinstance(admitted, admission.Refuse):
             raise admission.TurnRefused(admitted)
         kept = await _all(looked, lambda part: self._keep(session.tenant_id, part))        # only now are images decoded

@@ -79,6 +79,11 @@ class Run:
     _grace: asyncio.TimerHandle | None = None
 
     @property
+    def longest_tokens(self) -> int:
+        """Prompt and longest answer; 0 until it is admitted."""
+        return self.prepared.longest_tokens if self.prepared is not None else 0
+
+    @property
     def receipt(self) -> dict[str, Any] | None:
         """Of the restore that this turn needed."""
         return self.finished.receipt.to_wire() if self.finished is not None and self.finished.receipt is not None else None

@@ -62,14 +62,19 @@ def engine_config(settings: Settings, info: ModelInfo) -> EngineConfig:
     return EngineConfig(
         kind=settings.engine.kind, model_path=str(info.folder), fingerprint=fingerprint.hex(), dtype=dtype,
         image_folder=str(data / "images"), vision_folder=str(data / "vision"), device=settings.engine.device,
-        context_tokens=context_tokens(settings, info), device_tokens=settings.engine.device_tokens,
+        context_tokens=context_tokens(settings, info) + ENGINE_SPARE_TOKENS, device_tokens=settings.engine.device_tokens,
         page_tokens=settings.engine.page_tokens, max_running_turns=settings.engine.max_running_turns,
         chunk_tokens=settings.offload.chunk_tokens, offload_timeout_s=settings.offload.timeout_s,
         extra_args=settings.engine.extra_args)
 
 
+ENGINE_SPARE_TOKENS = 8
+"""SGLang refuses what comes within 6 tokens of its context length, so it is given a longer one than is announced."""
+
+
 def context_tokens(settings: Settings, info: ModelInfo) -> int:
-    return min(settings.engine.context_tokens, info.context_tokens)
+    """The longest sequence that a turn may make, prompt and answer."""
+    return min(settings.engine.context_tokens, info.context_tokens - ENGINE_SPARE_TOKENS)
 
 
 @dataclass(slots=True)

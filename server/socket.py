@@ -93,7 +93,7 @@ class Socket:
         self._websocket, self._services, self._principal, self._signed_in = websocket, services, principal, signed_in
         self._connection = Connection(frame_bytes=services.settings.server.frame_bytes)
         self._outbox = Outbox(services.settings.server.outbox_events)
-        self._queued = asyncio.Event()
+        self._queued, self._sent = asyncio.Event(), asyncio.Event()
         self._hangup: Hangup | None = None
         self._closing = asyncio.Event()
         self._watching: set[str] = set()
@@ -157,6 +157,7 @@ class Socket:
             event = self._outbox.pop()
             if event is not None:
                 await self._websocket.send_text(codec.encode_event(event))
+                self._sent.set()
             elif self._hangup is not None:
                 await self._websocket.close(self._hangup.code, self._hangup.reason)
                 return
@@ -243,6 +244,9 @@ class Socket:
             case wire.SessionCreate():
                 self._watch((await services.conversations.create(who, frame.session, self, frame.event_id)).id)
             case wire.SessionResume():
+                while self._outbox.replaying:        # one at a time: a peer that asks and does not read holds one snapshot
+                    self._sent.clear()
+                    await self._sent.wait()
                 await services.conversations.resume(who, frame, self)
                 self._watch(frame.session_id)
             case wire.SessionUpdate():

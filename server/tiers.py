@@ -59,7 +59,7 @@ class Tiers:
                  clock: Callable[[], float] = time.time) -> None:
         self._store, self._streams, self._engines = store, streams, engines
         self._background, self._salt_of, self._moved = background, salt_of, moved
-        self._common_tokens = common_tokens
+        self._common_tokens, self._clock = common_tokens, clock
         self.ledger = Ledger()
         self.manager = KvManager(self.ledger, self._run, policy, clock, self._told)
         self._announced: dict[str, Residency] = {}
@@ -147,6 +147,16 @@ class Tiers:
         for session in await self._store.list(limit=limit):
             if not self.ledger.entry(session.id).busy:
                 await self.refresh(session.id)
+
+    def pinned_tokens(self, besides: str) -> int:
+        """Of the device pool, what other sessions have pinned now."""
+        return self.ledger.pinned_tokens(self._clock(), besides)
+
+    def may_pin(self, session_id: str, needed_tokens: int) -> bool:
+        """Would the pool still hold a sequence of that length beside this pin and the others?"""
+        geometry = self._engines.geometry
+        held = self.pinned_tokens(session_id) + (self.ledger.entry(session_id).device_tokens if session_id in self.ledger else 0)
+        return geometry is None or geometry.pages(held) + geometry.pages(needed_tokens) <= geometry.device_tokens // geometry.page_tokens
 
     def entry(self, session_id: str) -> wire.KvEntry:
         """Where the pages are, as last known."""

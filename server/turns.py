@@ -86,10 +86,13 @@ class Turns:
     def count(self) -> int:
         return len(self._running)
 
+    def longest_tokens(self, besides: str) -> int:
+        """Of the admitted turns of other sessions, the longest sequence that one may make."""
+        return max((run.longest_tokens for session_id, run in self._running.items() if session_id != besides), default=0)
+
     def cancel(self, session_id: str, response_id: str | None = None, reason: str = "cancelled") -> None:
         """Stop the session's turn soon; what was shown of it is kept. Raises NotRunning."""
-        run = self._running.get(session_id)
-        if run is None or response_id not in (None, run.id):
+        if (run := self._running.get(session_id)) is None or response_id not in (None, run.id):
             raise NotRunning(f"{response_id or 'no response'} is not in progress")
         self._stop(run, reason)
 
@@ -131,11 +134,10 @@ class Turns:
         run.interrupt()                                  # _leave cancels this task where the engine did stop
 
     def _watched(self, session_id: str, has_watchers: bool) -> None:
-        if (run := self._running.get(session_id)) is None:
-            return
-        if has_watchers:
+        run = self._running.get(session_id)
+        if run is not None and has_watchers:
             run.keep()
-        else:
+        elif run is not None:
             run.expire(self._grace_s, lambda: self._stop(run, "nobody was watching"))
 
     # ---- the life
@@ -242,9 +244,8 @@ class Turns:
         before = after = None
         try:
             if turn is not None and book is not None and run.prepared is not None:
-                before = book.totals
-                after = book.settle(run.id, tokens=turn.usage.added_tokens + turn.usage.output_tokens,
-                                    images=len(run.prepared.prompt.images))
+                before, used = book.totals, turn.usage.added_tokens + turn.usage.output_tokens
+                after = book.settle(run.id, tokens=used, images=len(run.prepared.prompt.images))
                 await self._tiers.refresh(session_id)
             elif run.reserved and book is not None:
                 book.release(run.id)
@@ -293,7 +294,7 @@ class Turns:
             run.response = replace(run.response, status="failed")
             self._streams.publish(run.session.id, wire.event("response.failed", response=run.response, error=error))
         run.error = failure
-        if run.response is not None:                     # else _leave sets what refused it
-            run.done.set_result(run.response)
+        if run.response is not None:
+            run.done.set_result(run.response)            # else _leave sets what refused it
 
 
