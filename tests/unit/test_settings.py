@@ -142,3 +142,10 @@ def test_the_shipped_default_is_the_default_spelled_out():
 def test_every_shipped_profile_is_valid(path):
     """Each file in configs/ loads."""
     assert load(path)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_profile_is_valid(path: Path) -> None:
+    """Each file in configs/ is accepted, and copies go in whole pages."""
+    settings = load(path)
+    assert settings.offload.chunk_tokens % settings.engine.page_tokens == 0
