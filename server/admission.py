@@ -67,6 +67,8 @@ def admit(limits: Limits, totals: Totals, reserved: Totals, *, prompt_tokens: in
     return Admit(asked, budget.need(geometry, prompt_tokens + asked) if geometry else {})
 
 
+ENGINE_SPARE_TOKENS = 8
+"""SGLang refuses a prompt that comes within 6 tokens of its context length or its pool."""
 NORMALISING_SHRINKS = 4
 """No tokenizer's normal form makes a text shorter than by this factor."""
 
@@ -79,6 +81,15 @@ def check_text(text_bytes: int, longest_token_bytes: int, context_tokens: int) -
                                  f"a text of {text_bytes} bytes is at least {least_tokens} tokens; the context has {context_tokens}"))
 
 
+def room_tokens(geometry: Geometry, pinned_tokens: int) -> int:
+    """The longest sequence that the engine can ever run beside so many pinned tokens.
+
+    SGLang wants a page more than a turn needs, and some tokens; what it has no room for it leaves waiting, and all behind it.
+    """
+    spare_tokens = max(geometry.page_tokens + 1, ENGINE_SPARE_TOKENS)
+    return max(0, geometry.page_floor(geometry.device_tokens) - geometry.pages(pinned_tokens) * geometry.page_tokens - spare_tokens)
+
+
 def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geometry | None, context_tokens: int,
           pinned_tokens: int) -> Refuse | None:
     """The sequence as a whole: context, pool, bytes by tier."""
@@ -88,13 +99,10 @@ def _fits(limits: Limits, prompt_tokens: int, output_tokens: int, geometry: Geom
         return Refuse("context_tokens", context_tokens, sequence_tokens, f"{what} pass the context of {context_tokens} tokens")
     if geometry is None:
         return None
-    pool_pages = geometry.device_tokens // geometry.page_tokens
-    pinned_pages = min(pool_pages, geometry.pages(pinned_tokens))
-    if geometry.pages(sequence_tokens) > pool_pages - pinned_pages:
-        left_tokens = (pool_pages - pinned_pages) * geometry.page_tokens
-        return Refuse("device_tokens", left_tokens, sequence_tokens,
-                      f"{what} cannot fit into the engine's pool of {pool_pages * geometry.page_tokens} tokens"
-                      + (f", of which others have pinned {pinned_pages * geometry.page_tokens}" if pinned_pages else ""))
+    room = room_tokens(geometry, pinned_tokens)
+    if sequence_tokens > room:
+        return Refuse("device_tokens", room, sequence_tokens, f"{what} cannot fit into the engine's pool of {geometry.device_tokens} tokens"
+                      + (f", of which others have pinned {pinned_tokens}" if pinned_tokens else "") + f": the longest that can has {room}")
     over = budget.check(geometry, sequence_tokens, {
         Tier.DEVICE: limits.device_bytes, Tier.HOST: limits.host_bytes, Tier.STORAGE: limits.storage_bytes})
     if over is None:

@@ -18,6 +18,7 @@ from sessions.sqlite import SqliteStore
 from sessions.store import SessionStore
 
 from . import codec, modelinfo, prompt, views, wire
+from .admission import ENGINE_SPARE_TOKENS
 from .auth import Auth
 from .background import Background
 from .conversations import Conversations, limits_of
@@ -68,12 +69,8 @@ def engine_config(settings: Settings, info: ModelInfo) -> EngineConfig:
         extra_args=settings.engine.extra_args)
 
 
-ENGINE_SPARE_TOKENS = 8
-"""SGLang refuses what comes within 6 tokens of its context length, so it is given a longer one than is announced."""
-
-
 def context_tokens(settings: Settings, info: ModelInfo) -> int:
-    """The longest sequence that a turn may make, prompt and answer."""
+    """The longest sequence that a turn may make, prompt and answer: the engine is given a longer context than is announced."""
     return min(settings.engine.context_tokens, info.context_tokens - ENGINE_SPARE_TOKENS)
 
 

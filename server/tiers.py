@@ -18,7 +18,7 @@ from sessions.errors import SessionError, SessionNotFound
 from sessions.model import Session, SessionStatus
 from sessions.store import SessionStore
 
-from . import wire
+from . import admission, wire
 from .background import Background
 from .engines import channel
 from .engines.base import Engine, EngineUnavailable
@@ -156,7 +156,7 @@ class Tiers:
         """Would the pool still hold a sequence of that length beside this pin and the others?"""
         geometry = self._engines.geometry
         held = self.pinned_tokens(session_id) + (self.ledger.entry(session_id).device_tokens if session_id in self.ledger else 0)
-        return geometry is None or geometry.pages(held) + geometry.pages(needed_tokens) <= geometry.device_tokens // geometry.page_tokens
+        return geometry is None or needed_tokens <= admission.room_tokens(geometry, held)
 
     def entry(self, session_id: str) -> wire.KvEntry:
         """Where the pages are, as last known."""
