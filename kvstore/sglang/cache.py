@@ -20,6 +20,8 @@ class SessionRadixCache(RadixCache):
         """Rises whenever ownership or residency changes."""
         self.on_finished: Callable[[str, RadixKey, TreeNode], None] | None = None
         """Called with (session, key, last node) when a session's request has been inserted."""
+        self.on_reset: Callable[[], None] | None = None
+        """Called when the tree was emptied: every node from before is void, and so are locks on it."""
         super().__init__(params)
 
     # ---- SGLang's interface ------------------------------------------------------------------------------------
@@ -27,6 +29,8 @@ class SessionRadixCache(RadixCache):
         super().reset()
         self._owners.clear()
         self.epoch += 1
+        if self.on_reset is not None:
+            self.on_reset()
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         upper = super()._split_node(key, child, split_len)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from kvstore.lmcache.client import OffloadClient, OffloadError
 
 from .cache import SessionRadixCache
-from .tasks import Operation, Runner, Sleep
+from .tasks import Clock, Operation, Runner, Sleep
 from .transfer import POLL_S, Transfers, leading
 
 log = logging.getLogger("rekindle.ops")
@@ -35,13 +35,13 @@ class Branch:
 class SessionOps:
     """All methods run in the scheduler thread. client is None where no offload is configured."""
 
-    def __init__(self, cache: SessionRadixCache, client: OffloadClient | None, timeout_s: float) -> None:
-        self.cache, self.client = cache, client
-        self.tasks = Runner(timeout_s)
-        self._transfers = Transfers(cache, client)
+    def __init__(self, cache: SessionRadixCache, client: OffloadClient | None, timeout_s: float, clock: Clock = time.monotonic) -> None:
+        self.cache, self.client, self._clock = cache, client, clock
+        self.tasks = Runner(timeout_s, clock)
+        self._transfers = Transfers(cache, client, clock)
         self._storing: Counter[str] = Counter()
         self._pins: dict[str, tuple[float, list[TreeNode]]] = {}
-        cache.on_finished = self._write_through
+        cache.on_finished, cache.on_reset = self._write_through, self._pins.clear
 
     # ---- the scheduler's hooks ---------------------------------------------------------------------------------
     def poll(self) -> None:
@@ -71,6 +71,8 @@ class SessionOps:
 
         def done(_: Any, error: BaseException | None) -> None:
             self._storing[owner] -= 1
+            if not self._storing[owner]:
+                del self._storing[owner]
             if error is not None:
                 log.warning("write-through of %s failed: %r", owner, error)
 
@@ -78,20 +80,21 @@ class SessionOps:
 
     def _settled(self, owner: str) -> Operation:
         while self._storing[owner] > 0:
-            yield Sleep(POLL_S)
+            yield Sleep(POLL_S, self._clock)
 
     # ---- verbs -------------------------------------------------------------------------------------------------
     def spill(self, owner: str, sequences: Sequence[Branch], to: str) -> Operation:
         """Copy down, verify, then free the device pages that only this session owns; to storage: its host chunks, too."""
         yield from self._settled(owner)
         keys = [self.cache.key(s.tokens, s.salt) for s in sequences]
-        on_device, unstored = [self.cache.match(key)[0].numel() for key in keys], 0
-        for key, count in zip(keys, on_device, strict=True):
-            stored = (yield from self._transfers.store(key, to_storage=to == "storage")) if count else 0
-            whole = count // self._transfers.daemon().chunk_tokens * self._transfers.daemon().chunk_tokens
-            if stored < whole:
-                raise OffloadError(f"only {stored} of {whole} tokens are on {to}; nothing was freed")
-            unstored += count - whole
+        on_device, unstored = [], 0
+        for key in keys:
+            count, stored = yield from self._transfers.store(key, to_storage=to == "storage")
+            rest = count - stored
+            if rest >= self._transfers.daemon().chunk_tokens:
+                raise OffloadError(f"only {stored} of {count} tokens are on {to}; nothing was freed")
+            on_device.append(count)
+            unstored += rest
         self.unpin(owner)
         shared = [self.cache.shared_prefix_tokens(owner, key) for key in keys]
         freed, kept = self.cache.release(owner)
@@ -116,8 +119,9 @@ class SessionOps:
     def _free_host(self, sequences: Sequence[Branch], keys: Sequence[RadixKey], shared: Sequence[int],
                    on_device: Sequence[int]) -> Operation:
         """(host tokens freed that were not on the device as well, host tokens that stay: they are nowhere else)"""
-        client, freed, left = self._transfers.daemon(), 0, 0
+        freed = left = 0
         for sequence, key, shared_tokens, above in zip(sequences, keys, shared, on_device, strict=True):
+            client = self._transfers.daemon()
             tokens = list(key.token_ids)
             where = yield client.where(tokens, sequence.salt)
             first = max(shared_tokens, sequence.private_from) // client.chunk_tokens     # a chunk is its last token's
@@ -139,8 +143,8 @@ class SessionOps:
         freed, kept = self.cache.release(owner)
         source = Counter({"device": freed})          # a token that was on several tiers counts once, as of the uppermost
         if self.client is not None:
-            client = self._transfers.daemon()
             for sequence, key, shared_tokens, above in zip(sequences, keys, shared, on_device, strict=True):
+                client = self._transfers.daemon()
                 tokens = list(key.token_ids)
                 where = yield client.where(tokens, sequence.salt)
                 first = max(shared_tokens, sequence.private_from) // client.chunk_tokens     # a chunk is its last token's

@@ -18,16 +18,18 @@ class Future(Protocol):
 
 
 Operation = Generator[Future, Any, Any]
+Clock = Callable[[], float]
+"""Monotonic seconds."""
 
 
 class Sleep:
     """A future that is done after some seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
+    def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
+        self._until, self._clock = clock() + seconds, clock
 
     def query(self) -> bool:
-        return time.monotonic() >= self._until
+        return self._clock() >= self._until
 
     def result(self, timeout: float | None = None) -> None:
         """Nothing to return."""
@@ -36,32 +38,20 @@ class Sleep:
 class Task:
     """One operation under way. `done(result, error)` is called exactly once, in the scheduler thread."""
 
-    def __init__(self, operation: Operation, done: Callable[[Any, BaseException | None], None], timeout_s: float) -> None:
-        self._operation, self._done, self._timeout_s = operation, done, timeout_s
+    def __init__(self, operation: Operation, done: Callable[[Any, BaseException | None], None], timeout_s: float, clock: Clock) -> None:
+        self._operation, self._done, self._timeout_s, self._clock = operation, done, timeout_s, clock
         self._future: Future | None = None
         self._deadline = 0.0
-        self.longest_s = 0.0
-        """The most scheduler time that one poll took."""
 
     def poll(self) -> bool:
         """Go on as far as possible without waiting. True when it is over."""
-        began = time.monotonic()
-        over = self._advance()
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
-        return over
-
-    def _advance(self) -> bool:
         while True:
             try:
                 if self._future is None:
                     self._future = next(self._operation)
-                elif self._future.query():
-                    self._future = self._resume(self._future)
-                elif time.monotonic() > self._deadline:
-                    self._future = self._operation.throw(TimeoutError(f"no answer within {self._timeout_s:g} s"))
-                else:
+                elif not self._answered(self._future):
                     return False
-                self._deadline = time.monotonic() + self._timeout_s
+                self._deadline = self._clock() + self._timeout_s
             except StopIteration as end:
                 self._done(end.value, None)
                 return True
@@ -70,19 +60,27 @@ class Task:
                 self._done(None, error)
                 return True
 
-    def _resume(self, future: Future) -> Future:
+    def _answered(self, future: Future) -> bool:
+        """Hand the operation what came of the future, if anything did; an error belongs to the operation, too."""
         try:
-            value = future.result(timeout=0)
-        except Exception as error:  # noqa: BLE001  it belongs to the operation
-            return self._operation.throw(error)
-        return self._operation.send(value)
+            if future.query():
+                value = future.result(timeout=0)
+            elif self._clock() > self._deadline:
+                raise TimeoutError(f"no answer within {self._timeout_s:g} s")
+            else:
+                return False
+        except Exception as error:  # noqa: BLE001
+            self._future = self._operation.throw(error)
+        else:
+            self._future = self._operation.send(value)
+        return True
 
 
 class Runner:
     """The tasks of one scheduler."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, clock: Clock = time.monotonic) -> None:
+        self._timeout_s, self._clock = timeout_s, clock
         self._tasks: list[Task] = []
         self.polls = 0
 
@@ -90,7 +88,7 @@ class Runner:
         return bool(self._tasks)
 
     def start(self, operation: Operation, done: Callable[[Any, BaseException | None], None]) -> None:
-        task = Task(operation, done, self._timeout_s)
+        task = Task(operation, done, self._timeout_s, self._clock)
         if not task.poll():
             self._tasks.append(task)
 

@@ -3,7 +3,7 @@ answered. Whatever ends a copy early gives them back, except pages that a silent
 those are quarantined until it answers or is another one.
 """
 
-import time
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,9 +15,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from kvstore.lmcache.client import OffloadClient, OffloadError
 
 from .cache import SessionRadixCache
-from .tasks import Future, Operation, Sleep
+from .tasks import Clock, Future, Operation, Sleep
+
+log = logging.getLogger("rekindle.transfer")
 
 POLL_S = 0.003
+MOST_PAUSE_S = 0.2
 SETTLE_S = 10.0
 """How long a written chunk may take to show up on a tier."""
 
@@ -25,8 +28,8 @@ SETTLE_S = 10.0
 class Transfers:
     """Runs in the scheduler thread. client is None where no offload is configured."""
 
-    def __init__(self, cache: SessionRadixCache, client: OffloadClient | None) -> None:
-        self.cache, self.client = cache, client
+    def __init__(self, cache: SessionRadixCache, client: OffloadClient | None, clock: Clock) -> None:
+        self.cache, self.client, self._clock = cache, client, clock
         self._quarantine: list[tuple[Future, str, Callable[[], None]]] = []
         """(unanswered future, incarnation of the daemon, what gives the pages back)"""
 
@@ -52,13 +55,16 @@ class Transfers:
         return lambda: self.cache.dec_lock_ref(node)
 
     def store(self, key: RadixKey, *, to_storage: bool = False) -> Operation:
-        """Copy down what is on the device of this sequence and not yet below. Returns whole-chunk tokens now below."""
+        """Copy down what is on the device of this sequence and not yet below.
+
+        Returns (tokens that were on the device, leading tokens of them that are below now, whole chunks).
+        """
         client = self.daemon()
         slots, node = self.cache.match(key)
-        tokens, salt = list(key.token_ids), key.extra_key or ""
-        end = slots.numel() // client.chunk_tokens * client.chunk_tokens
+        tokens, salt, count = list(key.token_ids), key.extra_key or "", slots.numel()
+        end = count // client.chunk_tokens * client.chunk_tokens
         if not end:
-            return 0
+            return count, 0
         request_id, release = f"store-{uuid.uuid4().hex[:12]}", self.locked(node)
         try:
             where = yield client.where(tokens[:end], salt)
@@ -72,29 +78,32 @@ class Transfers:
             missing = [i for i, letter in enumerate(where) if letter not in wanted]
             if missing:
                 start = missing[0] * client.chunk_tokens
+                incarnation = client.incarnation
                 future = client.store(tokens, start, end, self._pages(slots[start:end]), request_id, salt)
                 try:
                     ok = yield future
                 except TimeoutError:
-                    self._quarantined(future, release)
+                    self._quarantined(future, incarnation, release)
                     release = _keep
                     raise
+                client.end(request_id)
                 if not ok:
                     client.suspect("it refused a store")
                     raise OffloadError("the daemon refused the store")
                 where = yield from self._await(tokens[:end], salt, wanted)
-            return leading(where, wanted) * client.chunk_tokens
+            return count, leading(where, wanted) * client.chunk_tokens
         finally:
             release()
 
     def _await(self, tokens: Sequence[int], salt: str, wanted: str) -> Operation:
         """`where` as soon as all chunks are on a wanted tier, or when it has taken too long."""
-        deadline = time.monotonic() + SETTLE_S
+        deadline, pause_s = self._clock() + SETTLE_S, POLL_S
         while True:
             where = yield self.daemon().where(tokens, salt)
-            if all(letter in wanted for letter in where) or time.monotonic() > deadline:
+            if all(letter in wanted for letter in where) or self._clock() > deadline:
                 return where
-            yield Sleep(POLL_S)
+            yield Sleep(pause_s, self._clock)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)     # each question carries all tokens
 
     def load(self, key: RadixKey, tokens: list[int], where: str, slots: torch.Tensor) -> Operation:
         """host/storage -> device, what follows the prefix in `slots`. Returns (tokens by tier, why nothing came)."""
@@ -105,32 +114,33 @@ class Transfers:
         locked = (0, limit)
         try:
             yield client.lookup(tokens, limit, request_id, salt)
-            deadline = time.monotonic() + SETTLE_S
+            deadline = self._clock() + SETTLE_S
             while (chunks := (yield client.loaded(request_id))) is None:
-                if time.monotonic() > deadline:
+                if self._clock() > deadline:
                     raise TimeoutError("storage did not deliver in time")
-                yield Sleep(POLL_S)
+                yield Sleep(POLL_S, self._clock)
             found = chunks * chunk
             locked = (0, found)
             if found <= have:
                 return {}, "the daemon no longer has it"
-            need = found - have
-            if allocator.available_size() < need:
-                self.cache.evict(EvictParams(num_tokens=need - allocator.available_size()))
+            need, free = found - have, allocator.available_size()
+            if free + self.cache.evictable_size() < need:    # before others lose their pages for nothing
+                return {}, f"the device pool has {free + self.cache.evictable_size()} tokens to spare, {need} are needed"
+            if free < need:
+                self.cache.evict(EvictParams(num_tokens=need - free))
             fresh = allocator.alloc(need)
-            if fresh is None:
-                return {}, f"the device pool has {allocator.available_size()} tokens free, {need} are needed"
             first = have // chunk * chunk            # the daemon moves whole chunks; what we have of the first is skipped
             client.unlock(tokens, 0, first, request_id, salt)
             locked = (first, found)
             pages = [0] * ((have - first) // self.cache.page_size) + self._pages(fresh)
+            incarnation = client.incarnation
             future = client.retrieve(tokens, first, found, pages, have - first, request_id, salt)
             try:
                 locked = (0, 0)                      # the daemon uses them up, or releases them when it fails
                 ok = yield future
             except TimeoutError:
                 lost, fresh = fresh, None
-                self._quarantined(future, lambda: allocator.free(lost))
+                self._quarantined(future, incarnation, lambda: allocator.free(lost))
                 raise
             if not ok:
                 client.suspect("it refused a retrieve")
@@ -148,21 +158,30 @@ class Transfers:
         finally:
             if fresh is not None:
                 allocator.free(fresh)
-            client.unlock(tokens, *locked, request_id, salt)
-            client.end(request_id)
+            if locked[0] < locked[1]:
+                # No `end` after it, which could overtake it in the daemon: that forgets the request by itself in time.
+                client.unlock(tokens, *locked, request_id, salt)
+            else:
+                client.end(request_id)
 
     def _pages(self, slots: torch.Tensor) -> list[int]:
         """Page ids of whole pages of slots."""
         return (slots[::self.cache.page_size] // self.cache.page_size).tolist()
 
-    def _quarantined(self, future: Future, release: Callable[[], None]) -> None:
-        """The daemon has not answered and may still touch these pages."""
+    def _quarantined(self, future: Future, incarnation: str, release: Callable[[], None]) -> None:
+        """The daemon has not answered and may still touch these pages. `incarnation`: of the daemon that was asked, which
+        need not be the one of now."""
         assert self.client is not None               # it was asked
-        self._quarantine.append((future, self.client.incarnation, release))
+        self._quarantine.append((future, incarnation, release))
         self.client.suspect("it left a transfer unanswered")
 
     def _over(self, future: Future, incarnation: str, release: Callable[[], None]) -> bool:
-        if future.query() or self.client is None or self.client.incarnation != incarnation:
+        try:
+            answered = future.query()
+        except Exception as error:  # noqa: BLE001  an answer that cannot be read says nothing about the copy
+            log.warning("the answer to a transfer is unreadable: %r", error)
+            answered = False
+        if answered or self.client is None or self.client.incarnation != incarnation:
             release()
             return True
         return False
