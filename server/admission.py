@@ -84,9 +84,10 @@ def check_text(text_bytes: int, longest_token_bytes: int, context_tokens: int) -
 def room_tokens(geometry: Geometry, pinned_tokens: int) -> int:
     """The longest sequence that the engine can ever run beside so many pinned tokens.
 
-    SGLang wants a page more than a turn needs, and some tokens; what it has no room for it leaves waiting, and all behind it.
+    SGLang wants a page more than a turn needs before it starts it, and at times one while it runs; what it has no room for it
+    leaves waiting, and all behind it.
     """
-    spare_tokens = max(geometry.page_tokens + 1, ENGINE_SPARE_TOKENS)
+    spare_tokens = max(2 * geometry.page_tokens, ENGINE_SPARE_TOKENS)
     return max(0, geometry.page_floor(geometry.device_tokens) - geometry.pages(pinned_tokens) * geometry.page_tokens - spare_tokens)
 
 

@@ -52,6 +52,11 @@ class WebSocket(WebSocketsSansIOProtocol):
         await super().run_asgi()
         self._end()
 
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and self.close_sent:
+            self.handshake_complete = True           # refused with an answer of ours; uvicorn would log it as an error
+
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
         self._end()

@@ -10,8 +10,8 @@ from server.client import LimitExceeded
 from tests.support.app import Running, ScriptedConfig, running
 
 POOL_TOKENS, PAGE_TOKENS = 1024, 16
-ROOM_TOKENS = POOL_TOKENS - PAGE_TOKENS - 1
-"""SGLang leaves a turn waiting for ever, and all behind it, unless a page more than it needs is there."""
+ROOM_TOKENS = POOL_TOKENS - 2 * PAGE_TOKENS
+"""SGLang leaves a turn waiting for ever, and all behind it, unless there is room to spare."""
 WORDS = " ".join(f"word{n}" for n in range(60))
 
 
