@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ app.add_typer(sessions, name="sessions")
 app.add_typer(budgets, name="budgets")
 
 Config = Annotated[Path | None, typer.Option(help="A TOML file.", exists=True, dir_okay=False)]
-SessionId = Annotated[str, typer.Argument(help="s_...")]
+SessionId = Annotated[str, typer.Argument(help="s_...", callback=lambda text: quote(text, safe=""))]
 ADMIN_KEY_FILE = "admin.key"
 CONFIG_ERROR = 2
 
@@ -68,7 +69,7 @@ def call(method: str, path: str, body: Any = None) -> Any:
     url = os.environ.get("REKINDLE_URL", "http://127.0.0.1:8080")
     try:
         return Rest(url, _key()).call(method, path, body)
-    except RekindleError as error:
+    except (RekindleError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
 
