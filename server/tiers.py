@@ -79,7 +79,10 @@ class Tiers:
 
     # ---- verbs
     async def _run(self, verb: KvVerb, owner: str, /, **args: Any) -> Receipt:
-        session = await self._store.get(owner)
+        try:
+            session = await self._store.get(owner)
+        except SessionNotFound:
+            return await self._drop_stray(owner)
         if "to" in args:
             args["to"] = str(args["to"])
         message = _MESSAGES[verb](op_id=f"op_{uuid4().hex}", session_id=owner, generation=session.generation,
@@ -87,6 +90,12 @@ class Tiers:
         receipt = await self._engines.engine.run(message)
         if verb is KvVerb.DROP and receipt.outcome in _MOVED and session.status is SessionStatus.OPEN:
             await self._store.update(owner, bump_generation=True)
+        return receipt
+
+    async def _drop_stray(self, owner: str) -> Receipt:
+        """The engine was still ending a turn when its session was deleted: nobody will ask for these pages again."""
+        receipt = await self._engines.engine.run(channel.Drop(op_id=f"op_{uuid4().hex}", session_id=owner, generation=0, contents=()))
+        self.forget(owner)                           # should some be in use still, the next ledger names the owner again
         return receipt
 
     async def run(self, verb: KvVerb, session_id: str, *, to: Tier = Tier.HOST, seconds: float = 0.0) -> Receipt:

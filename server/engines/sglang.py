@@ -71,9 +71,10 @@ class SGLangEngine:
 
         from .sglang_pages import SGLangPages  # these import SGLang, so not before its stand-ins are in place
 
+        arguments = self._arguments()
         try:
             # Blocks for as long as the model loads; signal handlers need the main thread, so there is no other place.
-            self._engine = sglang.Engine(**self._arguments())
+            self._engine = sglang.Engine(**arguments)
         except Exception as error:
             raise EngineStartError(f"SGLang did not start: {error!r}") from error
         self._manager = self._engine.tokenizer_manager
@@ -100,8 +101,15 @@ class SGLangEngine:
             "skip_tokenizer_init": True, "sleep_on_idle": True, "random_seed": 0,
         }
         if config.device == "cpu":
-            arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True, "disable_overlap_schedule": True}
-        return arguments | config.extra_args
+            arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
+        if config.device == "cpu" or config.offload_url is not None:
+            # Copies are ordered behind the scheduler's own stream, on which the forward pass runs only without overlap. With it a
+            # pass in flight could still write to a page that was freed, allocated to a restore and filled meanwhile.
+            arguments["disable_overlap_schedule"] = True
+        arguments |= config.extra_args
+        if config.offload_url is not None and not arguments["disable_overlap_schedule"]:
+            raise EngineStartError("offload needs disable_overlap_schedule: copies are not ordered behind an overlapped forward pass")
+        return arguments
 
     async def _prove(self, plugin: Any) -> dict[str, str]:
         """Every hook in both processes, or EngineStartError."""

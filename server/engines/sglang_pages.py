@@ -26,7 +26,7 @@ class SGLangPages:
 
     async def run(self, verb: Verb) -> Receipt:
         """What cannot be done is a receipt that says why."""
-        if not verb.contents:
+        if not verb.contents and not isinstance(verb, Spill | Drop):     # those free what a turn that was not kept has left
             return self.receipt(verb, outcome=Outcome.NOTHING, reason="the session has no tokens")
         began = time.monotonic()
         kind = VERBS[type(verb)]

@@ -132,3 +132,13 @@ def test_an_answer_that_cannot_be_read_ends_the_operation() -> None:
     runner = Runner(timeout_s=60)
     runner.start(operation(), lambda result, error: order.append(str(error)))
     assert order == ["cleaned", "no such event"] and not runner
+
+
+def test_pages_of_turns_that_were_not_kept_are_freed_without_contents(machine: SessionOpsMachine) -> None:
+    """A spill or drop of a session without a kept turn frees what it owns, daemon or not."""
+    machine.daemon.die()
+    before, (_, exclusive, _) = machine.pool.available_size(), machine.cache.report()["c"]
+    machine.start("c", "spill", machine.ops.spill("c", [], "storage"), 1)
+    machine.start("a", "drop", machine.ops.drop("a", []), 1)
+    assert "c" not in machine.cache.report() and "a" not in machine.cache.report()
+    assert machine.pool.available_size() - before == exclusive == 16
