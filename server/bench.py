@@ -6,6 +6,7 @@ who comes back). Times are the server's own, from submit to first token.
 """
 
 import asyncio
+import json
 import random
 import statistics
 from dataclasses import dataclass, field
@@ -94,10 +95,10 @@ def resident_mb(data: Path) -> dict[str, int]:
     out = {}
     for record in sorted((data / "run").glob("*.pid")):
         try:
-            root = psutil.Process(int(record.read_text().split()[0]))
+            root = psutil.Process(json.loads(record.read_text())["pid"])
             out[record.stem] = sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) >> 20
             out["server"] = root.parent().memory_info().rss >> 20
-        except (psutil.Error, ValueError, AttributeError):
+        except (psutil.Error, ValueError, AttributeError):     # it ended while we looked
             continue
     return out
 

@@ -2,6 +2,7 @@
 not stored, and what cannot come back is computed again."""
 
 import asyncio
+import json
 import random
 import signal
 from collections.abc import AsyncIterator
@@ -38,7 +39,7 @@ async def rig(stack: Stack) -> AsyncIterator[Rig]:
 
 def daemon_process(stack: Stack) -> psutil.Process:
     record = stack.settings.data / "run" / "daemon.pid"
-    return psutil.Process(int(record.read_text().split()[0]))
+    return psutil.Process(json.loads(record.read_text())["pid"])
 
 
 async def test_a_daemon_that_stops_answering(stack: Stack, rig: Rig) -> None:
