@@ -1,6 +1,7 @@
 """The out-of-tree plugin (entry point group `sglang.srt.plugins`): every place where we hook into SGLang, as one table."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from .config import PluginConfig, current
 
 BACKEND = "rekindle"
 """The name for --radix-cache-backend."""
+POLL_S = 0.0005
 
 
 class Hook(NamedTuple):
@@ -53,7 +55,10 @@ def _scheduler_channel(result: Any, scheduler: Any) -> None:
 def _step(original: Callable[..., Any], scheduler: Any, requests: list) -> Any:
     """Once per scheduler step, in the scheduler thread."""
     result = original(scheduler, requests)
-    scheduler.tree_cache.ops.poll()
+    ops = scheduler.tree_cache.ops
+    ops.poll()
+    if ops.busy and not scheduler.waiting_queue and scheduler.running_batch.is_empty():
+        time.sleep(POLL_S)                           # nothing to compute: the daemon needs the core more than our polling does
     return result
 
 

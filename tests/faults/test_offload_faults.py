@@ -69,18 +69,20 @@ async def test_pages_of_an_unanswered_restore_are_kept_apart(stack: Stack, rig: 
     """A daemon stopped while a restore is under way never leads to a wrong answer or a lost page."""
     told = await rig.kept_turn(6)
     prompt = told.prompt + told.output + rig.tokens(5)
-    expected = (await rig.turn(rig.session(), prompt)).output
-    daemon = daemon_process(stack)
+    other = await rig.turn(rig.session(), prompt)
+    expected, daemon = other.output, daemon_process(stack)
     for wait_s in (0.0, 0.002, 0.01, 0.03):
         await stack.until_daemon()
-        await rig.do(channel.Spill, told, to="storage")
+        for one in (told, other):
+            await rig.do(channel.Spill, one, to="storage")
         restoring = asyncio.create_task(rig.do(channel.Restore, told))
         await asyncio.sleep(wait_s)
         daemon.send_signal(signal.SIGSTOP)
         try:
             receipt = await restoring
             assert receipt.outcome in (Outcome.DONE, Outcome.PARTIAL, Outcome.FAILED)
-            assert (await rig.turn(rig.session(), prompt)).output == expected
+            other = await rig.turn(rig.session(), prompt)
+            assert other.output == expected
         finally:
             daemon.send_signal(signal.SIGCONT)
     await stack.until_daemon()
