@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class OffloadClient:
 
     k_pool, v_pool: per-layer tensors [slots, kv_heads, head_dim] on one device. They are wrapped here, at once (on a CPU
     that moves them into shared memory, so it must happen before anything is written to them); the daemon is
-    registered with by the heartbeat thread, so that neither start nor recovery waits for it.
+    registered with by the heartbeat thread, so that neither start nor recovery waits for it. It lives as long as its process;
+    the daemon forgets the pools of an engine that is silent for two minutes.
 
     `healthy` is True while the daemon answers and knows our pools. Futures have query() and result(timeout).
     """
@@ -56,7 +58,6 @@ class OffloadClient:
         self.host_bytes = 0
         """Held in host memory by the daemon, as of the last heartbeat."""
         self._known = threading.Event()
-        self._stop = threading.Event()
         self._heartbeat_s = heartbeat_s
         self._thread = threading.Thread(target=self._heartbeat, name="offload-heartbeat", daemon=True)
         self._thread.start()
@@ -73,7 +74,7 @@ class OffloadClient:
         self._known.clear()
 
     def _heartbeat(self) -> None:
-        while not self._stop.is_set():
+        while True:
             try:
                 if self._known.is_set():
                     self._rpc.ping(self._instance_id).result(timeout=self.timeout_s)
@@ -87,7 +88,7 @@ class OffloadClient:
                     log.info("registered with the LMCache daemon")
             except Exception as error:  # noqa: BLE001  whatever the transport raises means: not now
                 self.suspect(repr(error))
-            self._stop.wait(self._heartbeat_s if self._known.is_set() else min(1.0, self._heartbeat_s))
+            time.sleep(self._heartbeat_s if self._known.is_set() else min(1.0, self._heartbeat_s))
 
     def _register(self) -> None:
         chunk = self._rpc.get_chunk_size().result(timeout=self.timeout_s)
@@ -97,17 +98,6 @@ class OffloadClient:
         self._rpc.register_kv_cache(self._instance_id, self._pools, self.fingerprint, self.world_size,
                                     EngineType.SGLANG, hints, []).result(timeout=self.timeout_s)
         self.incarnation = self.call("rekindle.usage").result(timeout=self.timeout_s)["incarnation"]
-
-    def close(self) -> None:
-        """Unregister, so that the daemon lets go of our memory. A daemon that is gone is not waited for."""
-        self._stop.set()
-        if self.healthy:
-            try:
-                self._rpc.unregister_kv_cache(self._instance_id).result(timeout=self.timeout_s)
-            except Exception as error:  # noqa: BLE001  we are leaving anyway
-                log.warning("could not unregister from the LMCache daemon: %r", error)
-        self._known.clear()
-        self._rpc.close()
 
     # ---- calls -------------------------------------------------------------------------------------------------
     def key(self, tokens: Sequence[int], start: int, end: int, request_id: str, salt: str, *, any_rank: bool = False) -> IPCCacheServerKey:

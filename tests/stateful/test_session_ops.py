@@ -223,6 +223,26 @@ class SessionOpsMachine(RuleBasedStateMachine):
         self.spill(name, to, 12)
         self.restore(name, steps)
 
+    @rule(name=NAMES, to=st.sampled_from(["host", "storage"]))
+    def a_restore_is_cut_off(self, name: str, to: str) -> None:
+        """The daemon falls silent when it has been asked for the pages."""
+        self.away_and_coming_back(name, to, 0)
+        self.until("retrieve")
+        self.time_passes(TIMEOUT_S + 0.1)
+
+    @rule(name=NAMES, words=WORDS)
+    def a_store_is_cut_off(self, name: str, words: list[int]) -> None:
+        self.a_turn(name, words, True, 0)
+        self.until("store")
+        self.time_passes(TIMEOUT_S + 0.1)
+
+    def until(self, kind: str) -> None:
+        """Steps in which the daemon answers everything, up to the first question of that kind."""
+        for _ in range(12):
+            if any(promise.kind == kind for promise in self.daemon.unanswered):
+                break
+            self.go_on(1)
+
     @rule(name=NAMES, verb=st.sampled_from(["demote", "drop", "report", "pin", "unpin"]), steps=STEPS)
     def other_verb(self, name: str, verb: str, steps: int) -> None:
         if not self.free_for_a_verb(name):

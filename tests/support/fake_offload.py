@@ -62,6 +62,8 @@ class FakeOffload:
     incarnation: str = "1"
     failing: bool = False
     """Transfers are refused."""
+    full: bool = False
+    """As LMCache does with a full host tier: a store succeeds and keeps nothing."""
     fingerprint: str = "f"
     host_bytes: int = 0
     host: dict[Chunk, list[int]] = field(default_factory=dict)
@@ -200,7 +202,8 @@ class FakeOffload:
                 begin = i * self.chunk_tokens
                 values = [self.memory[slot] for slot in slots[begin:begin + self.chunk_tokens]]
                 assert values == expected[start + begin:start + begin + self.chunk_tokens], "stored what was not its KV"
-                self.host.setdefault(chunk, values)
+                if not self.full:
+                    self.host.setdefault(chunk, values)
             return True
 
         return self._promise("store", work, slots)

@@ -23,15 +23,10 @@ def machine() -> Iterator[SessionOpsMachine]:
     machine.teardown()
 
 
-def until(machine: SessionOpsMachine, kind: str) -> Any:
-    """Answer everything up to the first promise of that kind, which is returned unanswered."""
-    for _ in range(50):
-        for promise in list(machine.daemon.unanswered):
-            if promise.kind == kind:
-                return promise
-            machine.answer(promise)
-        machine.a_step()
-    raise AssertionError(f"no {kind} was asked for")
+def asked(machine: SessionOpsMachine, kind: str) -> Any:
+    """The daemon's next question of that kind, not answered."""
+    machine.until(kind)
+    return next(promise for promise in machine.daemon.unanswered if promise.kind == kind)
 
 
 def test_a_daemon_that_restarted_before_its_silence_was_noticed(machine: SessionOpsMachine) -> None:
@@ -39,7 +34,7 @@ def test_a_daemon_that_restarted_before_its_silence_was_noticed(machine: Session
     machine.spill("c", "host", 12)
     machine.daemon.write_down()
     machine.restore("c", 0)
-    until(machine, "retrieve")
+    asked(machine, "retrieve")
     machine.daemon.die()
     machine.daemon.come_back()
     machine.time_passes(TIMEOUT_S + 0.1)
@@ -52,7 +47,7 @@ def test_a_silent_daemon_keeps_the_pages(machine: SessionOpsMachine) -> None:
     """A retrieve that was not answered holds its pages until it is, however late, and what it writes then harms nobody."""
     machine.spill("c", "host", 12)
     machine.restore("c", 0)
-    late = until(machine, "retrieve")
+    late = asked(machine, "retrieve")
     machine.time_passes(TIMEOUT_S + 0.1)
     assert machine.ops.quarantined == 1
     free = machine.pool.available_size()
@@ -66,7 +61,7 @@ def test_a_silent_daemon_keeps_the_pages(machine: SessionOpsMachine) -> None:
 def test_a_store_that_was_not_answered_keeps_its_pages_locked(machine: SessionOpsMachine) -> None:
     """Nobody evicts or frees pages that the daemon may still read."""
     machine.a_turn("c", [2, 2, 2, 2], True, 0)
-    late = until(machine, "store")
+    late = asked(machine, "store")
     machine.time_passes(TIMEOUT_S + 0.1)
     machine.something_happens("room", PAGES * PAGE_TOKENS)
     machine.cache.release("c")
@@ -75,6 +70,19 @@ def test_a_store_that_was_not_answered_keeps_its_pages_locked(machine: SessionOp
     machine.a_step()
     machine.something_happens("room", PAGES * PAGE_TOKENS)
     assert late.slots <= machine.free_slots()
+
+
+def test_a_spill_to_a_full_daemon_frees_nothing(machine: SessionOpsMachine) -> None:
+    """A store that succeeded and kept nothing is found out before anything is freed."""
+    machine.daemon.host.clear()
+    machine.daemon.storage.clear()
+    machine.daemon.full = True
+    told: list[str] = []
+    machine.ops.tasks.start(machine.ops.spill("c", [machine.branch("c")], "host"), lambda result, error: told.append(str(error)))
+    machine.go_on(12)
+    machine.time_passes(11.0)
+    machine.go_on(3)
+    assert told == ["only 0 of 16 tokens are on host; nothing was freed"] and machine.on_device("c") == 16
 
 
 def test_a_pin_does_not_outlive_a_flush(machine: SessionOpsMachine) -> None:
