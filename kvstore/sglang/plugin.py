@@ -57,7 +57,12 @@ def _step(original: Callable[..., Any], scheduler: Any, requests: list) -> Any:
     result = original(scheduler, requests)
     ops = scheduler.tree_cache.ops
     ops.poll()
-    if ops.busy and not scheduler.waiting_queue and scheduler.running_batch.is_empty():
+    running = scheduler.running_batch
+    if running.batch_is_full and running.is_empty():
+        # Stock 0.5.17 sets it when a waiting turn finds no room and clears it only when a running one ends. Room that an
+        # operation of ours gives back with nothing running would never be noticed, and every waiting turn wait for ever.
+        running.batch_is_full = False
+    if ops.busy and not scheduler.waiting_queue and running.is_empty():
         time.sleep(POLL_S)                           # nothing to compute: the daemon needs the core more than our polling does
     return result
 
