@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,6 +25,19 @@ def _pragmas(power_safe: bool) -> tuple[str, ...]:
     return ("PRAGMA journal_mode=WAL", f"PRAGMA synchronous={'FULL' if power_safe else 'NORMAL'}", "PRAGMA foreign_keys=ON")
 
 
+def _patiently(cursor: Any, pragma: str, timeout_s: float) -> None:
+    """A new file becomes a WAL file under a lock for which SQLite does not wait, whatever its busy timeout says."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            cursor.execute(pragma)
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.005)                        # the other connection has a thread of its own
+
+
 def sqlite_engine(path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, power_safe: bool = True) -> AsyncEngine:
     """Connections to the file, with transactions that begin when they say so."""
     # Without isolation_level=None the driver begins transactions by itself, late: one that reads first and writes then can
@@ -35,7 +49,7 @@ def sqlite_engine(path: Path, *, busy_timeout_s: float = BUSY_TIMEOUT_S, power_s
     def prepare(connection: Any, _: Any) -> None:
         cursor = connection.cursor()
         for pragma in _pragmas(power_safe):
-            cursor.execute(pragma)
+            _patiently(cursor, pragma, busy_timeout_s)
         cursor.close()
 
     @sa.event.listens_for(engine.sync_engine, "begin")
