@@ -8,22 +8,41 @@ _POOL_SEGMENT = re.compile(r"lmcache_kv_(\d+)_\d+$")
 
 
 def sweep_shm(folder: Path = Path("/dev/shm")) -> int:
-    """Remove the KV pool segments of engines that are gone; returns the bytes freed.
+    """Remove the segments of engines that are gone; returns the bytes freed.
 
-    A CPU engine's pools are shared with the daemon through /dev/shm/lmcache_kv_<pid>_<n>; a killed engine leaves them.
+    A CPU engine's pools are shared with the daemon through /dev/shm/lmcache_kv_<pid>_<n>; a killed engine leaves them. Every
+    engine also leaves SGLang's load gauges, sglang_loads_*, which name no process: those that nobody maps are removed.
     """
-    freed = 0
+    gauges = list(folder.glob("sglang_loads_*.shm"))
+    mapped = _mapped() if gauges else ""
+    freed = sum(_remove(path) for path in gauges if str(path) not in mapped)
     for path in folder.glob("lmcache_kv_*"):
         match = _POOL_SEGMENT.match(path.name)
         if match is None or _alive(match[1]):
             continue
-        try:
-            size = path.stat().st_size
-            path.unlink()
-            freed += size
-        except FileNotFoundError:
-            continue                                 # somebody else swept it first
+        freed += _remove(path)
     return freed
+
+
+def _remove(path: Path) -> int:
+    """Bytes freed; 0 where somebody else swept it first."""
+    try:
+        size = path.stat().st_size
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    return size
+
+
+def _mapped() -> str:
+    """The memory maps of all processes that we may look at."""
+    out = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            out.append(maps.read_text())
+        except OSError:
+            continue                                 # it ended, or is somebody else's
+    return "".join(out)
 
 
 def _alive(pid: str) -> bool:

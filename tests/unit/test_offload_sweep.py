@@ -1,5 +1,6 @@
 """What LMCache leaves behind is bounded and swept, and nothing else is touched."""
 
+import mmap
 import os
 from pathlib import Path
 
@@ -45,3 +46,14 @@ def test_shared_memory_of_dead_engines_only(tmp_path: Path) -> None:
         path.write_bytes(b"12345")
     assert sweep_shm(tmp_path) == 5
     assert not dead.exists() and alive.exists() and foreign.exists()
+
+
+def test_load_gauges_that_nobody_maps(tmp_path: Path) -> None:
+    """SGLang's gauges of an engine that is gone are removed; one that a process maps stays."""
+    stale, used = tmp_path / "sglang_loads_a_1.shm", tmp_path / "sglang_loads_b_2.shm"
+    for path in (stale, used):
+        path.write_bytes(b"x" * 100)
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 100):
+        assert sweep_shm(tmp_path) == 100
+        assert used.exists() and not stale.exists()
+    assert sweep_shm(tmp_path) == 100 and not used.exists()
